@@ -1,0 +1,60 @@
+"""Which draft tokens a step verifies: survivals, TETRIS's selection (batched and as the paper), and baselines."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tetris_sglang.selection.baselines import select_oracle, select_random, select_uniform
+from tetris_sglang.selection.batched import select_prefixes
+from tetris_sglang.selection.reference import select_prefixes_reference
+from tetris_sglang.selection.survival import survival_from_probs
+
+__all__ = [
+    "Selector",
+    "get_selector",
+    "select_oracle",
+    "select_prefixes",
+    "select_prefixes_reference",
+    "select_random",
+    "select_uniform",
+    "survival_from_probs",
+]
+
+
+class Selector(Protocol):
+    """(survival [batch, max_draft], capacity_tokens, max_draft_lens [batch] or None) -> draft_lens [batch] int32."""
+
+    def __call__(
+        self, survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def get_selector(name: str) -> Selector:
+    """Look up a selection rule.
+
+    Args:
+        name: "torch" (the one to serve with), "reference" (the paper's heap; copies to the host and back: for tests),
+            "uniform" or "random" (baselines).
+    Raises:
+        ValueError: unknown name.
+    """
+    if name not in _SELECTORS:
+        raise ValueError(f"unknown selector {name!r}; choose one of {', '.join(_SELECTORS)}")
+    return _SELECTORS[name]
+
+
+def _select_on_host(
+    survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None
+) -> Tensor:
+    caps = None if max_draft_lens is None else max_draft_lens.tolist()
+    draft_lens = select_prefixes_reference(survival.tolist(), int(capacity_tokens), caps)
+    return torch.tensor(draft_lens, dtype=torch.int32, device=survival.device)
+
+
+_SELECTORS: dict[str, Selector] = {
+    "torch": select_prefixes,
+    "reference": _select_on_host,
+    "uniform": select_uniform,
+    "random": select_random,
+}

@@ -1,0 +1,58 @@
+"""TETRIS's selection for a whole batch at once: one stable sort instead of a heap."""
+
+import torch
+from torch import Tensor
+
+
+def select_prefixes(
+    survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None
+) -> Tensor:
+    """Choose the per-request draft prefixes that maximise the expected number of accepted tokens.
+
+    TETRIS (arXiv:2502.15197), Algorithm 1. Survival never rises along a request, so the `capacity_tokens` largest of the
+    whole batch are prefixes already, provided that ties go to the shallower token. Further ties go to the lower request.
+    A token of survival 0 is left out even when capacity remains. Equal to `select_prefixes_reference`, ties included.
+
+    Args:
+        survival: [batch, max_draft] float32 in [0, 1], no NaN, non-increasing along dim 1 (`survival_from_probs`).
+        capacity_tokens: draft tokens over the whole batch, roots excluded; a 0-d integer tensor on the same device keeps
+            it out of a captured CUDA graph's constants.
+        max_draft_lens: [batch] integers, the most draft tokens each request may verify; default: no limit.
+    Returns:
+        draft_lens: [batch] int32, sum <= capacity_tokens, on the same device.
+    Raises:
+        ValueError: wrong shapes or dtypes, or an int capacity_tokens < 0 (a tensor's value is not read: a negative one
+            selects nothing).
+    Sync: none; CUDA-graph safe.
+    Example: [[.9, .8], [.5, .1]], 3 -> [2, 1]
+    """
+    if survival.ndim != 2 or not survival.is_floating_point():
+        raise ValueError(
+            f"survival must be floats [batch, max_draft], got {survival.dtype} of shape {tuple(survival.shape)}"
+        )
+    batch, max_draft = survival.shape
+    device = survival.device
+    if max_draft_lens is not None:
+        if max_draft_lens.shape != (batch,):
+            raise ValueError(f"max_draft_lens must be [{batch}], got shape {tuple(max_draft_lens.shape)}")
+        within = torch.arange(max_draft, device=device) < max_draft_lens[:, None]
+        survival = survival.where(within, 0.0)
+
+    # Depth-major and stable: at equal survival the shallower token precedes, then the lower request.
+    ranked, order = survival.t().flatten().sort(descending=True, stable=True)
+    selected = ranked > 0
+    if isinstance(capacity_tokens, Tensor):
+        if capacity_tokens.ndim != 0 or capacity_tokens.is_floating_point():
+            raise ValueError(
+                f"capacity_tokens must be an int or a 0-d integer tensor, got {capacity_tokens.dtype} "
+                f"of shape {tuple(capacity_tokens.shape)}"
+            )
+        selected &= torch.arange(batch * max_draft, device=device) < capacity_tokens
+    elif capacity_tokens < 0:
+        raise ValueError(f"capacity_tokens must be >= 0, got {capacity_tokens}")
+    else:
+        order, selected = order[:capacity_tokens], selected[:capacity_tokens]
+
+    # Each token is written once, so no atomics decide anything; unranked ones stay False.
+    chosen = torch.zeros(max_draft * batch, dtype=torch.bool, device=device).scatter_(0, order, selected)
+    return chosen.view(max_draft, batch).sum(dim=0, dtype=torch.int32)
