@@ -2,8 +2,16 @@
 
 
 def load() -> None:
-    """Register TETRIS with SGLang, and the portable CPU platform where there is no GPU."""
-    from tetris_sglang.runtime import cpu
+    """Register TETRIS with SGLang, and the portable CPU platform where there is no GPU.
 
+    SGLang logs an exception raised here and goes on without the plugin; --speculative-algorithm TETRIS is then an
+    unknown name and start-up ends.
+    """
+    from tetris_sglang.runtime import cpu
+    from tetris_sglang.runtime.algorithm import register_algorithm
+    from tetris_sglang.runtime.inventory import register_hooks
+
+    register_algorithm()
+    register_hooks()
     if cpu.is_active():
         cpu.register()

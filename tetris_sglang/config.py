@@ -1,0 +1,196 @@
+"""TETRIS's own settings: declared once, parsed and validated once, frozen.
+
+A setting can be given as a server flag (`--speculative-tetris-...`), as an `Engine` argument
+(`speculative_tetris_...=`) or as an environment variable (`SGLANG_TETRIS_...`). Flags and arguments are written
+into the environment, so that every process of the server parses the same text with the same code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+ENV_PREFIX = "SGLANG_TETRIS_"
+ARGUMENT_PREFIX = "speculative_tetris_"
+
+# Variables of ours that are no server settings.
+_NOT_SETTINGS = frozenset({"SGLANG_TETRIS_CACHE"})
+
+MAX_NUM_STEPS = 64
+DEFAULT_NUM_STEPS = 6
+
+
+def _parse_positive_float(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError("must be a finite number above 0")
+    return value
+
+
+def _parse_positive_int(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError("must be a whole number above 0")
+    return value
+
+
+def _parse_bool(text: str) -> bool:
+    try:
+        return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+    except KeyError:
+        raise ValueError("must be one of 1, true, yes, 0, false, no") from None
+
+
+SELECTION_RULES = ("tetris", "uniform", "random")
+
+
+def _parse_selection(text: str) -> str:
+    if text not in SELECTION_RULES:
+        raise ValueError(f"must be one of {', '.join(SELECTION_RULES)}")
+    return text
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One TETRIS setting: its field in `TetrisConfig`, its parser and its `--help` text."""
+
+    field: str
+    parse: Callable[[str], Any]
+    metavar: str
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + (ARGUMENT_PREFIX + self.field).replace("_", "-")
+
+    @property
+    def argument(self) -> str:
+        return ARGUMENT_PREFIX + self.field
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.field.upper()
+
+    def parse_text(self, text: str, given_as: str) -> Any:
+        """Parse `text`; ValueError names how it was given, the value and what is allowed."""
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            reason = str(error) if str(error).startswith("must") else f"must be {self.metavar.lower()}"
+            raise ValueError(f"{given_as}={text!r}: {reason}. {self.help}") from None
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "capacity_per_request",
+        _parse_positive_float,
+        "NUMBER",
+        "TETRIS: draft tokens verified per step, as an average over the running requests (the paper's k; the "
+        "capacity is C = k * batch size). Default: --speculative-num-steps minus 2, at least 1.",
+    ),
+    Setting(
+        "capacity_tokens",
+        _parse_positive_int,
+        "WHOLE_NUMBER",
+        "TETRIS: draft tokens verified per step over the whole batch (an absolute capacity C). Excludes the bonus "
+        "positions. Give this or --speculative-tetris-capacity-per-request, not both.",
+    ),
+    Setting(
+        "selection",
+        _parse_selection,
+        "RULE",
+        "TETRIS: which draft tokens are verified: tetris (the most likely to be accepted, batch-wide; default), "
+        "uniform (the same number per request) or random. The latter two are baselines for comparisons.",
+    ),
+    Setting(
+        "phase_times",
+        _parse_bool,
+        "BOOLEAN",
+        "TETRIS: measure the milliseconds of each phase of a step (draft, select, verify, sample, host) and report "
+        "them in /server_info. Default: off.",
+    ),
+)
+_BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
+_BY_ARGUMENT = {setting.argument: setting for setting in SETTINGS}
+
+
+@dataclass(frozen=True)
+class TetrisConfig:
+    """Validated TETRIS settings.
+
+    num_steps: tokens drafted per request and step (D), from --speculative-num-steps.
+    capacity_per_request: C = capacity_per_request * batch size; None when capacity_tokens is given.
+    capacity_tokens: absolute C in draft tokens per step; None when capacity_per_request is given.
+    """
+
+    num_steps: int
+    capacity_per_request: float | None
+    capacity_tokens: int | None
+    selection: str = "tetris"
+    phase_times: bool = False
+
+    @classmethod
+    def from_environment(cls, num_steps: int, environment: Mapping[str, str] = os.environ) -> TetrisConfig:
+        """Parse every `SGLANG_TETRIS_*` variable.
+
+        Raises:
+            ValueError: naming the variable or flag, its value and the way out.
+        """
+        if not 1 <= num_steps <= MAX_NUM_STEPS:
+            raise ValueError(
+                f"--speculative-num-steps={num_steps}: TETRIS drafts between 1 and {MAX_NUM_STEPS} tokens per "
+                f"request. Choose a value in that range (typically 3 to 8), or drop --speculative-algorithm TETRIS "
+                f"to serve without speculation."
+            )
+        values: dict[str, Any] = {}
+        for variable, text in environment.items():
+            if not variable.startswith(ENV_PREFIX) or variable in _NOT_SETTINGS:
+                continue
+            setting = _BY_VARIABLE.get(variable)
+            if setting is None:
+                raise ValueError(f"{variable}={text!r}: no such TETRIS variable. {_suggest(variable, _BY_VARIABLE)}")
+            if text == "":
+                continue
+            values[setting.field] = setting.parse_text(text, f"{setting.flag} (or {variable})")
+        if "capacity_per_request" in values and "capacity_tokens" in values:
+            raise ValueError(
+                f"--speculative-tetris-capacity-per-request={values['capacity_per_request']} and "
+                f"--speculative-tetris-capacity-tokens={values['capacity_tokens']} are both given (as flags or as "
+                f"SGLANG_TETRIS_* variables): they are two forms of one capacity. Remove one of them."
+            )
+        if "capacity_per_request" not in values and "capacity_tokens" not in values:
+            values["capacity_per_request"] = float(max(1, num_steps - 2))
+        values.setdefault("capacity_per_request", None)
+        values.setdefault("capacity_tokens", None)
+        return cls(num_steps=num_steps, **values)
+
+
+def export_arguments(
+    arguments: MutableMapping[str, Any], environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Move `speculative_tetris_*` keyword arguments out of `arguments` into the environment.
+
+    Raises:
+        ValueError: an unknown TETRIS argument, or a value that does not parse.
+    """
+    for name in [name for name in arguments if name.startswith(ARGUMENT_PREFIX)]:
+        setting = _BY_ARGUMENT.get(name)
+        if setting is None:
+            raise ValueError(
+                f"{name}={arguments[name]!r}: no such TETRIS argument. {_suggest(name, _BY_ARGUMENT)}"
+            )
+        value = arguments.pop(name)
+        if value is None:
+            continue
+        setting.parse_text(str(value), name)
+        environment[setting.variable] = str(value)
+
+
+def _suggest(name: str, known: Mapping[str, Setting]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"Did you mean {close[0]}? " if close else ""
+    return f"{hint}Known: {', '.join(sorted(known))}."

@@ -1,0 +1,192 @@
+"""TETRIS in SGLang's server arguments: flags, `Engine` arguments, validation, defaults."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any, NamedTuple
+
+from tetris_sglang.config import DEFAULT_NUM_STEPS, SETTINGS, Setting, TetrisConfig, export_arguments
+
+# SGLang's own default for speculation (arg_groups/speculative_hook.py, _handle_eagle_family).
+_DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+
+# -- flags and Engine arguments -----------------------------------------------------------------------------------
+
+
+class _ExportSetting(argparse.Action):
+    """Validates a TETRIS flag and writes it into the environment, where every process reads it."""
+
+    def __init__(self, *args, setting: Setting, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._setting = setting
+
+    def __call__(self, parser, namespace, value, option_string=None) -> None:
+        try:
+            self._setting.parse_text(value, self._setting.flag)
+        except ValueError as error:
+            parser.error(str(error))
+        os.environ[self._setting.variable] = value
+
+
+def add_cli_args(_result, parser: argparse.ArgumentParser, *_) -> None:
+    """AFTER hook of ServerArgs.add_cli_args."""
+    group = parser.add_argument_group("TETRIS speculative decoding (tetris-sglang)")
+    for setting in SETTINGS:
+        group.add_argument(
+            setting.flag,
+            action=_ExportSetting,
+            setting=setting,
+            metavar=setting.metavar,
+            default=argparse.SUPPRESS,
+            help=f"{setting.help} Also {setting.variable}.",
+        )
+
+
+def take_engine_arguments(*args, **kwargs):
+    """BEFORE hook of ServerArgs.__init__: accept `speculative_tetris_*` keyword arguments."""
+    export_arguments(kwargs)
+    return args, kwargs
+
+
+# -- validation ---------------------------------------------------------------------------------------------------
+
+
+class Unsupported(NamedTuple):
+    """A server argument that TETRIS does not work with yet."""
+
+    argument: str
+    flag: str
+    reason: str
+
+    def is_given(self, args) -> bool:
+        value = getattr(args, self.argument)
+        neutral = _NEUTRAL.get(self.argument, (None, False))
+        return value not in neutral
+
+
+# Values that mean "not in use", where None and False do not say it all.
+_NEUTRAL: dict[str, tuple] = {
+    "pp_size": (None, 1),
+    "dp_size": (None, 1),
+    "attn_dp_size": (None, 1),
+    "speculative_eagle_topk": (None, 1),
+    "speculative_accept_threshold_single": (None, 1.0),
+    "speculative_accept_threshold_acc": (None, 1.0),
+    "disaggregation_mode": (None, "null"),
+}
+
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported("speculative_eagle_topk", "--speculative-eagle-topk", "draft trees are not implemented yet, only chains (1)"),
+    Unsupported("enable_lora", "--enable-lora", "LoRA adapters would apply to the target and not to the draft"),
+    Unsupported("lora_paths", "--lora-paths", "LoRA adapters would apply to the target and not to the draft"),
+    Unsupported("attn_dp_size", "--attn-dp-size / --enable-dp-attention", "DP attention needs a capacity agreed on between ranks"),
+    Unsupported("pp_size", "--pp-size", "pipeline parallelism splits the verify pass over stages"),
+    Unsupported("enable_two_batch_overlap", "--enable-two-batch-overlap", "a ragged pass cannot be split in two batches"),
+    Unsupported("enable_pdmux", "--enable-pdmux", "PD multiplexing runs decode under another attention backend"),
+    Unsupported("disaggregation_mode", "--disaggregation-mode", "the draft's KV is not transferred between servers"),
+    Unsupported("enable_mixed_chunk", "--enable-mixed-chunk", "a mixed batch decodes without drafting"),
+    Unsupported("speculative_adaptive", "--speculative-adaptive", "it changes the draft length behind TETRIS's back"),
+    Unsupported("speculative_use_rejection_sampling", "--speculative-use-rejection-sampling", "TETRIS's drafts are deterministic and verified exactly without it"),
+    Unsupported("speculative_accept_threshold_single", "--speculative-accept-threshold-single", "accepting below the target's probability is not exact"),
+    Unsupported("speculative_accept_threshold_acc", "--speculative-accept-threshold-acc", "accepting below the target's probability is not exact"),
+    Unsupported("speculative_token_map", "--speculative-token-map", "it belongs to EAGLE heads"),
+    Unsupported("enable_multi_layer_eagle", "--enable-multi-layer-eagle", "it belongs to EAGLE heads"),
+    Unsupported("enable_hierarchical_cache", "--enable-hierarchical-cache", "the draft's KV is not offloaded with the target's"),
+    Unsupported("enable_unified_memory", "--enable-unified-memory", "draft and target share slots of a plain pool"),
+    Unsupported("enable_watermark", "--enable-watermark", "its state is not advanced over a ragged pass"),
+    Unsupported("enable_custom_logit_processor", "--enable-custom-logit-processor", "processors are not told about drafted tokens"),
+    Unsupported("dllm_algorithm", "--dllm-algorithm", "diffusion models do not draft"),
+)
+
+
+def validate_server_args(args) -> None:
+    """Stop start-up on whatever TETRIS cannot serve, before any weights are loaded.
+
+    Raises:
+        ValueError: naming the flag, the value and the way out.
+    """
+    for item in UNSUPPORTED:
+        if hasattr(args, item.argument) and item.is_given(args):
+            raise ValueError(
+                f"{item.flag} {getattr(args, item.argument)!r} does not work with --speculative-algorithm TETRIS: "
+                f"{item.reason}. Remove that flag, or choose another --speculative-algorithm."
+            )
+    num_steps = _resolve_num_steps(args)
+    TetrisConfig.from_environment(num_steps)
+    if args.speculative_num_draft_tokens not in (None, num_steps + 1):
+        raise ValueError(
+            f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} contradicts --speculative-num-steps "
+            f"{num_steps}: a chain has num_steps + 1 = {num_steps + 1} tokens. Leave the former out."
+        )
+    _validate_models(args)
+
+
+def _resolve_num_steps(args) -> int:
+    return DEFAULT_NUM_STEPS if args.speculative_num_steps is None else int(args.speculative_num_steps)
+
+
+def _validate_models(args) -> None:
+    draft_path = args.speculative_draft_model_path
+    if not draft_path:
+        raise ValueError(
+            "--speculative-draft-model-path is missing: TETRIS needs a draft model that shares the target's "
+            "vocabulary. Give the path or hub name of a smaller model of the same family."
+        )
+    target = _load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
+    draft = _load_config(
+        draft_path, "--speculative-draft-model-path", args.trust_remote_code, args.speculative_draft_model_revision
+    )
+    if target.vocab_size != draft.vocab_size:
+        raise ValueError(
+            f"--speculative-draft-model-path {draft_path}: its vocabulary has {draft.vocab_size} tokens, that of "
+            f"--model-path {args.model_path} has {target.vocab_size}. Choose a draft with the target's tokenizer."
+        )
+    for flag, path, config in (
+        ("--model-path", args.model_path, target),
+        ("--speculative-draft-model-path", draft_path, draft),
+    ):
+        _validate_architecture(flag, path, config)
+
+
+def _load_config(path: str, flag: str, trust_remote_code: bool, revision: str | None):
+    """The text part of a model's config, without its weights."""
+    from transformers import AutoConfig
+
+    looks_local = path.startswith(("/", ".", "~")) or os.path.exists(path)
+    if looks_local and not os.path.isdir(path):
+        raise ValueError(f"{flag} {path}: no such folder. Give a folder with config.json and weights, or a hub name.")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+    except Exception as error:
+        raise ValueError(f"{flag} {path}: no model configuration could be loaded ({error}).") from error
+    return config.get_text_config()
+
+
+def _validate_architecture(flag: str, path: str, config: Any) -> None:
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise ValueError(
+            f"{flag} {path}: sliding-window attention (sliding_window={config.sliding_window}) is not supported by "
+            f"TETRIS yet. Use a model with full attention, or another --speculative-algorithm."
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    recurrent = {name for name in layer_types if name not in ("full_attention", "attention")}
+    if recurrent or any("mamba" in name.lower() for name in getattr(config, "architectures", None) or ()):
+        raise ValueError(
+            f"{flag} {path}: layers of type {sorted(recurrent) or 'mamba'} are not supported by TETRIS yet. Use a "
+            f"model with full attention in every layer, or another --speculative-algorithm."
+        )
+
+
+# -- defaults -----------------------------------------------------------------------------------------------------
+
+
+def resolve_server_args(args) -> None:
+    """Fill in what TETRIS implies. `args` is SGLang's recording stand-in: plain assignments are declared for us."""
+    num_steps = _resolve_num_steps(args)
+    args.speculative_num_steps = num_steps
+    args.speculative_eagle_topk = 1
+    args.speculative_num_draft_tokens = num_steps + 1
+    if args.max_running_requests is None:
+        args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS

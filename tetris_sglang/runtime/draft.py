@@ -1,0 +1,176 @@
+"""Drafting chains with a standalone model.
+
+Differs from upstream's STANDALONE (sglang/srt/speculative/standalone_worker_v2.py) in two ways:
+
+- The draft sees the whole prompt at the target's own positions. Upstream feeds it the EAGLE shift, that is the prompt
+  without its first token.
+- There is no draft-extend pass. Drafting has already written the draft KV of every accepted token but the deepest one,
+  so the first pass of each step takes two tokens per request: the last committed token (rewritten with the same value,
+  or written for the first time if all drafts were accepted) and the bonus token. D drafts cost D passes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput
+from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
+from torch import Tensor
+
+
+class DraftChains(NamedTuple):
+    tokens: Tensor
+    """[batch, num_steps] int64, the draft's most likely continuation."""
+    probs: Tensor
+    """[batch, num_steps] float32, the draft's probability of each token given the ones before it."""
+
+
+def make_draft_input(last_tokens: Tensor, bonus_tokens: Tensor) -> EagleDraftInput:
+    """What one step hands to the next one, in the fields that SGLang's relay carries between iterations.
+
+    Args:
+        last_tokens: [batch] the last token with target KV, at position seq_lens - 1. Travels as `topk_index`.
+        bonus_tokens: [batch] the token after it, without KV.
+    """
+    last_tokens = last_tokens.to(torch.int64).unsqueeze(1)
+    return EagleDraftInput(
+        topk_p=torch.ones_like(last_tokens, dtype=torch.float32),
+        topk_index=last_tokens,
+        bonus_tokens=bonus_tokens,
+        num_tokens_per_req=1,
+        num_tokens_for_logprob_per_req=1,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+
+
+class TetrisDraftWorker(StandaloneDraftWorker):
+    """Owns the draft model, its KV pool (slots shared with the target) and its attention backends."""
+
+    def prefill(self, batch, kv_loc_plan) -> None:
+        """Run the draft over the same tokens that the target has just prefilled.
+
+        Args:
+            batch: the extend ScheduleBatch, input_ids still those of the target's pass.
+            kv_loc_plan: the target pass's plan; the draft writes the same slots.
+        """
+        batch.spec_info = EagleDraftExtendInput(num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.draft_runner,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+            kv_loc_plan=kv_loc_plan,
+        )
+        forward_batch.return_logprob = False
+        self.draft_runner.forward(forward_batch)
+
+    def draft_chains(self, batch) -> DraftChains:
+        """Draft num_steps tokens for every request: one pass of two tokens, then num_steps - 1 of one.
+
+        Args:
+            batch: the decode ScheduleBatch inside SGLang's forward isolation, which undoes what is set here;
+                batch.spec_info from `make_draft_input`, batch.seq_lens [batch] = tokens with target KV.
+        """
+        draft_input, seq_lens = batch.spec_info, batch.seq_lens
+        batch_size, device = seq_lens.shape[0], seq_lens.device
+        # Columns: positions seq_lens - 1 ... seq_lens + num_steps - 1 of each request.
+        positions = (seq_lens - 1).unsqueeze(1) + torch.arange(self.speculative_num_steps + 1, device=device)
+        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices.unsqueeze(1), positions].to(torch.int64)
+        temperatures = batch.sampling_info.temperatures
+
+        last_and_bonus = torch.stack((draft_input.topk_index[:, 0], draft_input.bonus_tokens.to(torch.int64)), dim=1)
+        logits = self._forward_two_tokens(batch, last_and_bonus, positions[:, :2], slots[:, :2])
+        tokens, probs = _most_likely(logits, temperatures)
+        token_columns, prob_columns = [tokens], [probs]
+
+        if self.speculative_num_steps > 1:
+            forward_batch = self._plan_single_tokens(batch, slots[:, 2:])
+            step_positions = positions[:, 2:].t().contiguous()
+            step_slots = slots[:, 2:].t().contiguous()
+            for step, backend in enumerate(self.draft_attn_backend.attn_backends):
+                forward_batch.input_ids = tokens
+                forward_batch.positions = step_positions[step]
+                forward_batch.out_cache_loc = step_slots[step]
+                with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
+                    logits = self.draft_runner.forward(forward_batch).logits_output.next_token_logits
+                tokens, probs = _most_likely(logits, temperatures)
+                token_columns.append(tokens)
+                prob_columns.append(probs)
+        return DraftChains(torch.stack(token_columns, dim=1), torch.stack(prob_columns, dim=1))
+
+    def _forward_two_tokens(self, batch, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """Write the draft KV of [last, bonus] and return the logits [batch, vocab] after bonus."""
+        batch_size = tokens.shape[0]
+        batch.input_ids = tokens.reshape(-1)
+        batch.out_cache_loc = slots.reshape(-1)
+        batch.forward_mode = ForwardMode.DRAFT_EXTEND_V2
+        batch.extend_num_tokens = 2 * batch_size
+        # SGLang takes extend lengths as two tensors or as two host lists; tensors need no host copy.
+        batch.extend_lens = torch.full((batch_size,), 2, dtype=torch.int32, device=tokens.device)
+        batch.prefix_lens = positions[:, 0].to(torch.int32)
+        batch.spec_info = EagleDraftExtendInput(
+            num_tokens_per_req=2,
+            num_tokens_for_logprob_per_req=2,
+            positions=positions.reshape(-1),
+            select_index=torch.arange(1, 2 * batch_size, 2, device=tokens.device),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.draft_runner,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+        forward_batch.return_logprob = False
+        forward_batch.extend_seq_lens_cpu = [2] * batch_size
+        self._advance_lengths(forward_batch)
+        self.draft_runner.attn_backend.init_forward_metadata(forward_batch)
+        forward_batch.mark_forward_metadata_ready()
+        return self.draft_runner.forward(forward_batch).logits_output.next_token_logits
+
+    def _plan_single_tokens(self, batch, slots: Tensor) -> ForwardBatch:
+        """Plan the attention of all one-token passes at once, as SGLang's multi-step draft backends do."""
+        batch.forward_mode = ForwardMode.DECODE
+        batch.input_ids = None
+        batch.out_cache_loc = slots.reshape(-1)
+        batch.spec_info = EagleDraftInput(
+            num_tokens_per_req=1, num_tokens_for_logprob_per_req=1, capture_hidden_mode=CaptureHiddenMode.NULL
+        )
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.draft_runner,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+        forward_batch.return_logprob = False
+        self._advance_lengths(forward_batch)
+        self.draft_attn_backend.init_forward_metadata(forward_batch)
+        forward_batch.mark_forward_metadata_ready()
+        return forward_batch
+
+    @staticmethod
+    def _advance_lengths(forward_batch: ForwardBatch) -> None:
+        """Count the bonus token, which the two-token pass writes: draft KV lengths are seq_lens + 1."""
+        forward_batch.seq_lens = forward_batch.seq_lens + 1
+        if forward_batch.seq_lens_cpu is not None:
+            forward_batch.seq_lens_cpu = forward_batch.seq_lens_cpu + 1
+            forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())
+
+
+def _most_likely(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely token of each row and its probability at the request's temperature.
+
+    The target accepts the token with its own probability at that temperature, so the draft's is read there too
+    (SGLang sets a greedy request's temperature to 1).
+
+    Args:
+        logits: [batch, vocab]. temperatures: [batch, 1] float32.
+    Returns:
+        tokens [batch] int64, probs [batch] float32.
+    """
+    top, tokens = logits.max(dim=-1, keepdim=True)
+    probs = ((logits - top).float() / temperatures).exp_().sum(dim=-1).reciprocal_()
+    return tokens.squeeze(1), probs

@@ -1,0 +1,80 @@
+"""What TETRIS counts: drafted, selected and accepted tokens, per process (Prometheus, /server_info) and per request."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from sglang.srt.runtime_context import get_observability
+
+
+class StepMetrics:
+    """Host-side counters of one scheduler process; no device sync.
+
+    drafted: tokens proposed by the draft. selected: those verified. accepted: those kept. Bonus tokens count nowhere.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_requests = 0
+        self.drafted = 0
+        self.selected = 0
+        self.accepted = 0
+        self.verified_rows = 0
+
+    def count_step(self, *, batch_size: int, drafted: int, selected: int, verified_rows: int) -> None:
+        self.num_steps += 1
+        self.num_requests += batch_size
+        self.drafted += drafted
+        self.selected += selected
+        self.verified_rows += verified_rows
+        if self._prometheus is not None:
+            self._prometheus["drafted"].inc(drafted)
+            self._prometheus["selected"].inc(selected)
+
+    def count_accepted(self, accepted: int) -> None:
+        self.accepted += accepted
+        if self._prometheus is not None:
+            self._prometheus["accepted"].inc(accepted)
+
+    def summarise(self) -> dict[str, float]:
+        return {
+            "num_steps": self.num_steps,
+            "num_requests": self.num_requests,
+            "drafted_tokens": self.drafted,
+            "selected_tokens": self.selected,
+            "accepted_tokens": self.accepted,
+            # Rows of the target's passes: selected drafts and one root per request.
+            "verified_rows": self.verified_rows,
+        }
+
+    @cached_property
+    def _prometheus(self):
+        if not get_observability().enable_metrics:
+            return None
+        # Imported late: SGLang sets the multiprocess directory before the first metric exists.
+        from prometheus_client import Counter
+
+        return {
+            name: Counter(f"sglang:tetris_{name}_tokens", f"Draft tokens {name} under TETRIS.")
+            for name in ("drafted", "selected", "accepted")
+        }
+
+
+def add_internal_state(_result, controller, state: dict) -> None:
+    """AFTER hook of SGLang's internal-state readback: adds a `tetris` section to /server_info."""
+    worker = controller.scheduler.draft_worker
+    if hasattr(worker, "phases") and hasattr(worker, "metrics"):
+        state["tetris"] = worker.metrics.summarise() | worker.phases.summarise()
+
+
+def add_request_meta_info(_result, manager, meta_info: dict, recv_obj, i: int) -> None:
+    """AFTER hook of TokenizerManager._calculate_spec_decoding_metrics: selected tokens of one request.
+
+    SGLang reports drafted (`spec_num_proposed_drafts`) and accepted (`spec_num_correct_drafts`) tokens itself, and
+    the verify lengths' sum, roots included.
+    """
+    if manager.server_args.speculative_algorithm != "TETRIS" or "spec_verify_ct" not in meta_info:
+        return
+    selected = recv_obj.spec_num_cap_tokens[i] - meta_info["spec_verify_ct"]
+    meta_info["spec_num_selected_drafts"] = selected
+    meta_info["spec_verify_success_rate"] = meta_info["spec_num_correct_drafts"] / selected if selected else None

@@ -1,0 +1,162 @@
+"""The TETRIS worker: draft for every request, select batch-wide, verify in one ragged pass, accept, commit."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_device, get_schedule, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_utils import draft_tp_context
+from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
+from torch import Tensor
+
+from tetris_sglang.acceptance import accept_chain
+from tetris_sglang.capacity import FixedCapacity
+from tetris_sglang.config import TetrisConfig
+from tetris_sglang.runtime.draft import TetrisDraftWorker, make_draft_input
+from tetris_sglang.runtime.inventory import verify_landed
+from tetris_sglang.runtime.metrics import StepMetrics
+from tetris_sglang.runtime.phases import PhaseTimer
+from tetris_sglang.runtime.verify import forward_target, pack_rows, sample_target
+from tetris_sglang.selection import get_selector, survival_from_probs
+
+logger = logging.getLogger(__name__)
+
+# Selection must fill its capacity, so that the host knows the number of verified tokens without a sync: a survival
+# that underflows to 0 is still selectable, after every other.
+_SMALLEST_SURVIVAL = torch.finfo(torch.float32).tiny
+
+
+class TetrisWorker(BaseSpecWorker):
+    """SGLang's speculative worker interface (the V2 schema, overlap or not) for TETRIS on a standalone draft."""
+
+    def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
+        super().__init__()
+        verify_landed()
+        self.server_args = server_args
+        self.device = get_device().device
+        self.page_size = get_schedule().page_size
+        self.speculative_algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+        self.speculative_num_steps = get_spec().speculative_num_steps
+        self.speculative_num_draft_tokens = get_spec().speculative_num_draft_tokens
+        self.config = TetrisConfig.from_environment(self.speculative_num_steps)
+        self.capacity = FixedCapacity(
+            per_request=self.config.capacity_per_request, absolute=self.config.capacity_tokens
+        )
+        self._select = get_selector("torch" if self.config.selection == "tetris" else self.config.selection)
+        self.phases = PhaseTimer(enabled=self.config.phase_times)
+        self.metrics = StepMetrics()
+
+        self._target_worker = target_worker
+        self._draft_worker = TetrisDraftWorker(server_args, gpu_id, nccl_port, target_worker)
+        StandaloneWorkerV2._validate_vocab_compatibility(
+            self,
+            target_vocab_size=target_worker.model_runner.model_config.vocab_size,
+            target_tokenizer=target_worker.tokenizer,
+        )
+        logger.info("TETRIS: %s", self.config)
+
+    # -- what SGLang asks of a speculative worker ------------------------------------------------------------------
+
+    @property
+    def draft_parallel_layout(self):
+        return self._draft_worker.parallel_layout
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        draft = self._draft_worker
+        return (
+            self._target_worker.model_runner.attn_backend,
+            draft.draft_attn_backend,
+            draft.draft_extend_attn_backend or draft.draft_runner.attn_backend,
+        )
+
+    def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
+        """Run one scheduler iteration: a prefill, or one draft-select-verify step."""
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, on_publish)
+        return self._step(batch, on_publish, grammar_barrier)
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        self.metrics.count_accepted(sum(num_correct_drafts_per_req))
+
+    # -- the two kinds of iteration --------------------------------------------------------------------------------
+
+    def _prefill(self, batch, on_publish) -> GenerationBatchResult:
+        # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
+        input_ids = batch.input_ids
+        result = self._target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.NULL, return_kv_loc_plan=True
+        )
+        kv_loc_plan, result.kv_loc_plan = result.kv_loc_plan, None
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        batch.input_ids = input_ids
+        with draft_tp_context(self._draft_worker.parallel_layout):
+            self._draft_worker.prefill(batch, kv_loc_plan)
+        last_rows = torch.tensor(batch.extend_lens, device=input_ids.device).cumsum(0) - 1
+        result.next_draft_input = make_draft_input(input_ids[last_rows], result.next_token_ids)
+        return result
+
+    def _step(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
+        self.phases.begin_step()
+        seq_lens, batch_size = batch.seq_lens, len(batch.reqs)
+        roots = batch.spec_info.bonus_tokens.to(torch.int64)
+
+        with self.phases("draft"), draft_tp_context(self._draft_worker.parallel_layout):
+            chains = self._draft_worker.draft_chains(batch)
+
+        with self.phases("select"):
+            capacity_tokens = min(self.capacity.choose(batch_size), batch_size * self.speculative_num_steps)
+            draft_lens = self._select_drafts(chains.probs, capacity_tokens)
+            rows = pack_rows(draft_lens, num_tokens=batch_size + capacity_tokens)
+            candidates = torch.cat((roots.unsqueeze(1), chains.tokens), dim=1)
+
+        with self.phases("verify"):
+            forward_batch, target_result = forward_target(batch, self._target_worker, candidates, rows)
+            logits_output = target_result.logits_output
+
+        with self.phases("sample"):
+            target_tokens = sample_target(
+                batch,
+                self._target_worker.model_runner.sampler,
+                logits_output,
+                candidates,
+                rows,
+                grammar_barrier,
+            )
+            accepted = accept_chain(candidates, target_tokens, draft_lens)
+            accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
+            new_seq_lens = seq_lens + accept_lens
+            last_tokens = candidates.gather(1, accepted.accept_lens.long().unsqueeze(1)).squeeze(1)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        self.metrics.count_step(
+            batch_size=batch_size,
+            drafted=batch_size * self.speculative_num_steps,
+            selected=capacity_tokens,
+            verified_rows=int(forward_batch.input_ids.shape[0]),
+        )
+        self.phases.end_step()
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=target_tokens.reshape(-1),
+            speculative_num_draft_tokens=self.speculative_num_draft_tokens,
+            next_draft_input=make_draft_input(last_tokens, accepted.bonus_tokens),
+            accept_lens=accept_lens,
+            cap_lens=rows.verify_lens,
+            new_seq_lens=new_seq_lens,
+            can_run_cuda_graph=target_result.can_run_cuda_graph,
+            routed_experts_output=target_result.routed_experts_output,
+            indexer_topk_output=target_result.indexer_topk_output,
+            extra_keep_alive_refs=[forward_batch],
+        )
+
+    def _select_drafts(self, draft_probs: Tensor, capacity_tokens: int) -> Tensor:
+        survival = survival_from_probs(draft_probs).clamp_(min=_SMALLEST_SURVIVAL)
+        return self._select(survival, capacity_tokens)

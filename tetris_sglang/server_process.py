@@ -1,0 +1,146 @@
+"""A real SGLang server in a child process, for the demo, the benchmarks and the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+DEFAULT_START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 20.0
+_POLL_S = 0.25
+
+
+class ServerFailed(RuntimeError):
+    """The server ended, or did not answer in time; carries the end of its log."""
+
+
+class ServerProcess:
+    """`python -m sglang.launch_server` on loopback, ready when entered and gone when left.
+
+    Args:
+        arguments: everything after `launch_server`, without --host and --port.
+        log_path: receives the server's output.
+        port: a free one is chosen when None.
+        environment: variables added to this process's own.
+        start_timeout_s: seconds until ServerFailed is raised.
+    Example:
+        with ServerProcess(["--model-path", "benchmarks/pair/target"], Path("server.log")) as server:
+            print(server.url)
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_path: Path,
+        *,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
+    ) -> None:
+        self.port = port or _find_free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_path = Path(log_path)
+        self.command = [
+            sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(self.port), *arguments
+        ]  # fmt: skip
+        self._environment = {**os.environ, **(environment or {})}
+        # Byte-compiled modules halve the start-up time.
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen | None = None
+        self.start_seconds = float("nan")
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the server and wait until it answers a generation.
+
+        Raises:
+            ServerFailed: it ended first, or start_timeout_s passed.
+        """
+        self.launch()
+        started_at = time.monotonic()
+        try:
+            while not self._is_healthy():
+                if self._process.poll() is not None:
+                    raise ServerFailed(f"the server ended with code {self._process.returncode}.\n{self.log_tail()}")
+                if time.monotonic() - started_at > self._start_timeout_s:
+                    raise ServerFailed(f"no answer after {self._start_timeout_s:.0f} s.\n{self.log_tail()}")
+                time.sleep(_POLL_S)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_seconds = time.monotonic() - started_at
+
+    def launch(self) -> subprocess.Popen:
+        """Start the process without waiting for it."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("w") as log:
+            # A process group of its own, so that stop() ends the scheduler and the detokenizer with it.
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        return self._process
+
+    def stop(self) -> None:
+        """End the server and its children; does nothing when it never started."""
+        if self._process is None:
+            return
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, signal_number)
+            except ProcessLookupError:
+                break
+            try:
+                self._process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                continue
+            if not _group_is_alive(self._process.pid):
+                break
+        self._process = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def log_tail(self, num_lines: int = 40) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health_generate", timeout=20) as response:
+                return response.status == 200
+        except (urllib.error.URLError, ConnectionError, TimeoutError, OSError):
+            return False
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _group_is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
