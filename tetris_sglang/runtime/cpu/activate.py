@@ -1,0 +1,49 @@
+"""The `sglang.srt.platforms` entry point: lets SGLang's own CPU engine start where its kernels are missing.
+
+SGLang calls `activate()` while it resolves the device, in every process and before any `from sgl_kernel import`.
+Imports here are paid by every process, so there are only two beyond the standard library, torch (already
+loaded by then) and the torch-only operators.
+"""
+
+import os
+from functools import lru_cache
+
+import torch
+
+ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+
+
+def has_accelerator() -> bool:
+    """Whether torch sees any accelerator that SGLang would choose by itself."""
+    if torch.cuda.is_available():  # CUDA, ROCm and SAIL
+        return True
+    for name in ("xpu", "npu", "mps", "musa", "hpu"):
+        module = getattr(torch, name, None)
+        if module is not None and getattr(module, "is_available", lambda: False)():
+            return True
+    return False
+
+
+@lru_cache(maxsize=1)
+def is_active() -> bool:
+    """Whether this process uses the portable CPU platform.
+
+    False wherever SGLang can serve by itself: a machine with an accelerator, or one whose `sgl_kernel` brings
+    SGLang's own CPU operators (its builds for AMX and for ARM servers). Hide the accelerator
+    (`CUDA_VISIBLE_DEVICES=`) to use the portable platform on a GPU machine.
+    """
+    if has_accelerator():
+        return False
+    from tetris_sglang.runtime.cpu import operators
+
+    return not operators.native_operators_exist()
+
+
+def activate() -> None:
+    """Provide what SGLang's CPU engine misses here. Returns None, so SGLang keeps its own CPU platform."""
+    if not is_active():
+        return
+    os.environ[ENGINE_VARIABLE] = "1"
+    from tetris_sglang.runtime.cpu import operators
+
+    operators.install()
