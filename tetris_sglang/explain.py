@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
 
-# A prompt's end, what a draft model might add, and how sure it might be: (prompt, tokens, draft's probability of a token).
+# A prompt's end, what a draft model might add, and the probability it might give to a token.
 EXAMPLES = (
     ("for i in", " range ( len ( xs ) ) :".split(), 0.95),
     ("The best film", "I have ever seen was about a man".split(), 0.52),
@@ -38,7 +38,7 @@ def explain(
     Args:
         batch_size: running requests, at least 1; beyond 8 the examples repeat with other probabilities.
         max_draft: tokens drafted per request, 1..8.
-        capacity_tokens: draft tokens verified per step over the whole batch, at least 1; default: 2 per request.
+        capacity_tokens: draft tokens verified per step over the whole batch, >= 1; default: 2 per request.
         seed: of the invented probabilities.
         console: where to draw; default: the terminal.
     Raises:
@@ -63,7 +63,7 @@ def explain(
 
 
 def invent_survival(batch_size: int, max_draft: int, seed: int) -> Tensor:
-    """Survivals [batch, max_draft] as a draft model might give them: sure of code and lists, unsure of prose."""
+    """Survivals [batch, max_draft] as a draft might give them: sure of code and lists, unsure of prose."""
     sureness = torch.tensor([EXAMPLES[request % len(EXAMPLES)][2] for request in range(batch_size)])
     noise = torch.rand(batch_size, max_draft, generator=torch.Generator().manual_seed(seed))
     return survival_from_probs(sureness[:, None] + 0.3 * (noise - 0.5) * (1 - sureness[:, None]))
@@ -96,16 +96,18 @@ def draw_selection(
     chains = survival.tolist()
 
     console.print(
-        f"{batch} requests drafted {max_draft} tokens each; {capacity_tokens} of {batch * max_draft} may be verified.",
+        f"{batch} requests drafted {max_draft} tokens each; "
+        f"{capacity_tokens} of {batch * max_draft} may be verified.",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("request", no_wrap=True)
     for depth in range(max_draft):
-        table.add_column(f"draft {depth + 1}" if depth == 0 else f"{depth + 1}", no_wrap=True, justify="right")
+        table.add_column("draft 1" if depth == 0 else f"{depth + 1}", no_wrap=True, justify="right")
     for name in ("TETRIS", "uniform"):
         table.add_column(name, no_wrap=True, justify="center")
-    for prompt, texts, chain, chosen_len, uniform_len in zip(prompts, tokens, chains, chosen, uniform, strict=True):
+    rows = zip(prompts, tokens, chains, chosen, uniform, strict=True)
+    for prompt, texts, chain, chosen_len, uniform_len in rows:
         cells = [
             draw_token(text, chance, check if depth < chosen_len else "")
             for depth, (text, chance) in enumerate(zip(texts, chain, strict=True))
@@ -115,7 +117,8 @@ def draw_selection(
     # Wider than a pipe's 80 columns if need be: a cut or folded mark would tell a lie.
     wide = console.options.update(width=10_000)
     width = max(console.width, table.__rich_measure__(console, wide).maximum)
-    console.print(Segments(console.render(table, wide.update(width=width))), end="", crop=False, soft_wrap=True)
+    segments = Segments(console.render(table, wide.update(width=width)))
+    console.print(segments, end="", crop=False, soft_wrap=True)
 
     console.print(
         "%: a token's survival, the chance that it and all before it are accepted.\n"
@@ -145,4 +148,5 @@ def draw_token(text: str, survival: float, check: str) -> Text:
     """A token over its survival; with a check, it is chosen, and shaded by survival where there is colour."""
     if not check:
         return Text(f"{text}\n{survival:.0%}", style="dim")
-    return Text(f"{text}\n{check} {survival:.0%}", style=f"bold white on rgb(0,{round(40 + 110 * survival)},60)")
+    shade = f"rgb(0,{round(40 + 110 * survival)},60)"
+    return Text(f"{text}\n{check} {survival:.0%}", style=f"bold white on {shade}")

@@ -50,7 +50,7 @@ def random_survival(batch: int, depth: int, seed: int = 0) -> torch.Tensor:
     return survival
 
 
-# --- what is chosen -------------------------------------------------------------------------------------------------
+# --- what is chosen -----------------------------------------------------------------------------------------
 
 
 def test_docstring_example():
@@ -81,9 +81,7 @@ def test_no_prefix_closed_choice_beats_it(case):
 @given(batches())
 def test_batched_equals_the_paper_ties_included(case):
     survival, capacity, caps = case
-    expected = select_prefixes_reference(
-        survival.tolist(), capacity, None if caps is None else caps.tolist()
-    )
+    expected = select_prefixes_reference(survival.tolist(), capacity, None if caps is None else caps.tolist())
     draft_lens = select_prefixes(survival, capacity, caps)
     assert draft_lens.tolist() == expected
     assert draft_lens.dtype == torch.int32
@@ -145,7 +143,9 @@ def test_more_capacity_never_takes_a_token_away(case):
 @pytest.mark.parametrize(
     "survival, capacity, expected",
     [
-        pytest.param([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 4, [2, 1, 1], id="all ones: shallow, then low index"),
+        pytest.param(
+            [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 4, [2, 1, 1], id="all ones: shallow, then low index"
+        ),
         pytest.param([[0.5, 0.5, 0.5], [0.5, 0.1, 0.1]], 2, [1, 1], id="a tie goes to the shallower token"),
         pytest.param([[0.5, 0.2], [0.5, 0.2], [0.9, 0.2]], 2, [1, 0, 1], id="then to the lower request"),
         pytest.param([[0.0, 0.0], [0.3, 0.0]], 4, [0, 1], id="zeros stay out though capacity is left"),
@@ -172,8 +172,8 @@ def test_empty_batch_or_no_drafts(shape):
 
 
 def test_upstream_selection_agrees():
-    """SGLang's DSPARK selector, fed with the same probabilities. Its verify_lens counts the root; its threshold for
-    leaving tokens out (survival_eps) is set to the smallest float, which is our "above 0"."""
+    """SGLang's DSPARK selector, fed with the same probabilities. Its verify_lens counts the root; its
+    threshold for leaving tokens out (survival_eps) is set to the smallest float, which is our "above 0"."""
     from sglang.kernels.ops.speculative.dspark.dspark_schedule import ScheduleVerifyLensTopk
 
     for seed in range(60):
@@ -193,7 +193,7 @@ def test_upstream_selection_agrees():
             assert (verify_lens - 1).tolist() == draft_lens.tolist()
 
 
-# --- survival ---------------------------------------------------------------------------------------------------------
+# --- survival -----------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.lists(st.floats(width=32), min_size=5, max_size=5), min_size=1, max_size=6))
@@ -217,7 +217,7 @@ def test_nan_ends_a_chain_and_is_never_selected():
     assert select_prefixes(survival, 9).tolist() == [1, 0, 1]
 
 
-# --- baselines --------------------------------------------------------------------------------------------------------
+# --- baselines ----------------------------------------------------------------------------------------------
 
 
 @given(batches())
@@ -238,7 +238,8 @@ def test_random_uses_the_capacity_within_the_caps():
     totals = torch.zeros(4)
     for seed in range(300):
         draws = [
-            select_random(torch.zeros(4, 6), 5, caps, generator=torch.Generator().manual_seed(seed)) for _ in range(2)
+            select_random(torch.zeros(4, 6), 5, caps, generator=torch.Generator().manual_seed(seed))
+            for _ in range(2)
         ]
         assert draws[0].tolist() == draws[1].tolist()
         assert int(draws[0].sum()) == 5 and (draws[0] <= caps).all()
@@ -247,9 +248,11 @@ def test_random_uses_the_capacity_within_the_caps():
 
 
 def test_random_shares_follow_the_hypergeometric_law():
-    """Shuffling 8 chains of 4 tokens and cutting after 10: a chain's share has mean 10/8 and variance n K/N (1-K/N) (N-n)/(N-1)."""
+    """N = 32 tokens shuffled, n = 10 taken, K = 4 in a chain: mean nK/N, variance nK/N (1 - K/N) (N-n)/(N-1)."""
     generator = torch.Generator().manual_seed(0)
-    shares = torch.stack([select_random(torch.zeros(8, 4), 10, generator=generator) for _ in range(2000)]).double()
+    shares = torch.stack(
+        [select_random(torch.zeros(8, 4), 10, generator=generator) for _ in range(2000)]
+    ).double()
     variance = 10 * (4 / 32) * (28 / 32) * (22 / 31)
     standard_error = math.sqrt(variance / 2000)
     assert (shares.mean(dim=0) - 10 / 8).abs().max() < 5 * standard_error
@@ -272,7 +275,7 @@ def test_oracle_bounds_every_rule(case, seed):
         assert accepted(oracle) >= accepted(get_selector(name)(survival, capacity, caps))
 
 
-# --- boundaries -------------------------------------------------------------------------------------------------------
+# --- boundaries ---------------------------------------------------------------------------------------------
 
 
 def test_bad_input_is_named():
@@ -293,12 +296,14 @@ def test_bad_input_is_named():
         select_prefixes(survival, 1, torch.tensor([1]))
     with pytest.raises(ValueError, match=r"draft_probs must be \[batch, max_draft\]"):
         survival_from_probs(torch.ones(3))
-    with pytest.raises(ValueError, match="unknown selector 'triton'; choose one of torch, reference, uniform, random"):
+    with pytest.raises(
+        ValueError, match="unknown selector 'triton'; choose one of torch, reference, uniform, random"
+    ):
         get_selector("triton")
 
 
 def test_selection_never_reads_a_value_on_the_host():
-    """Meta tensors have no values: anything that would wait for the device, or take its shape from data, raises."""
+    """Meta tensors have no values: whatever waits for the device, or takes its shape from data, raises."""
     probs = torch.empty(16, 6, device="meta")
     caps = torch.empty(16, dtype=torch.int64, device="meta")
     capacity = torch.empty((), dtype=torch.int64, device="meta")

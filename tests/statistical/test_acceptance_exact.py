@@ -1,8 +1,9 @@
-"""The output distribution is exactly the target's, whatever is drafted and selected, and the test would notice if not.
+"""The output distribution is exactly the target's, whatever is drafted and selected.
 
-Target and draft are Markov chains over five tokens, so the joint probability of the next three tokens is known exactly.
-Thousands of requests, of five different last tokens, form one batch under a small capacity; decode steps run until each has
-emitted three tokens, which are compared with the exact law by chi-square. Seeds are fixed: a run's outcome does not vary.
+Target and draft are Markov chains over five tokens, so the joint probability of the next three tokens is
+known exactly. Thousands of requests, of five different last tokens, form one batch under a small capacity;
+decode steps run until each has emitted three tokens, which are compared with the exact law by chi-square.
+Seeds are fixed: a run's outcome does not vary. Broken rules show that the test would notice a difference.
 """
 
 import pytest
@@ -44,7 +45,7 @@ def uniforms(generator, *shape):
     return torch.rand(*shape, dtype=torch.float64, generator=generator)
 
 
-# --- drafts: (contexts [batch], generator) -> drafts [batch, max_draft], draft_probs of each -------------------------
+# --- drafts: (contexts [batch], generator) -> drafts [batch, max_draft], draft_probs of each ----------------
 
 
 def draft_argmax(contexts, generator):
@@ -67,7 +68,7 @@ def draft_sampled(contexts, generator):
     return torch.stack(drafts, 1), torch.stack(probs, 1)
 
 
-# --- acceptance: (candidates [batch, width], target_probs [batch, width, vocab], draft_lens, generator) --------------
+# --- acceptance: (candidates [batch, width], target_probs [batch, width, vocab], draft_lens, generator) -----
 
 
 def accept_target_only(candidates, target_probs, draft_lens, generator):
@@ -90,21 +91,21 @@ def accept_too_often(candidates, target_probs, draft_lens, generator):
     without_draft[:, :-1].scatter_(2, drafts[..., None], 0.0)
     at_last = (torch.arange(width) == draft_lens[:, None])[..., None]
     bonus_probs = torch.where(at_last, target_probs, without_draft)
-    tokens = sample_rows(bonus_probs.reshape(-1, VOCAB), uniforms(generator, batch * width)).view(batch, width)
+    tokens = sample_rows(bonus_probs.flatten(0, 1), uniforms(generator, batch * width)).view(batch, width)
     tokens[:, :-1] = torch.where((coins < 1.5 * p_draft) & ~at_last[:, :-1, 0], drafts, tokens[:, :-1])
     return accept_chain(candidates, tokens, draft_lens)
 
 
 def accept_with_fresh_bonus(candidates, target_probs, draft_lens, generator):
-    """Broken: after a rejection the bonus is a new draw from p, so the rejected token gets a second chance."""
+    """Broken: after a rejection the bonus is drawn anew from p, so the rejected token has a second chance."""
     result = accept_target_only(candidates, target_probs, draft_lens, generator)
     bonus_probs = target_probs[torch.arange(len(candidates)), result.accept_lens.long()]
     return result._replace(bonus_tokens=sample_rows(bonus_probs, uniforms(generator, len(candidates))))
 
 
 def accept_by_rejection(candidates, target_probs, draft_lens, generator):
-    """Rejection sampling of sampled drafts: accept with min(1, p / q), else draw from (p - q)+. Not in the package yet:
-    here it shows the trap of selecting on the drawn token."""
+    """Rejection sampling of sampled drafts: accept with min(1, p / q), else draw from (p - q)+. Not in the
+    package yet: here it shows the trap of selecting on the drawn token."""
     batch, width = candidates.shape
     drafts = candidates[:, 1:]
     q, p = DRAFT[candidates], target_probs
@@ -112,14 +113,14 @@ def accept_by_rejection(candidates, target_probs, draft_lens, generator):
     at_last = (torch.arange(width) == draft_lens[:, None])[..., None]
     # + tiny: where p equals q the residual is empty, and never drawn from.
     bonus_probs = torch.where(at_last, p, (p - q).clamp(min=0) + 1e-300)
-    tokens = sample_rows(bonus_probs.reshape(-1, VOCAB), uniforms(generator, batch * width)).view(batch, width)
+    tokens = sample_rows(bonus_probs.flatten(0, 1), uniforms(generator, batch * width)).view(batch, width)
     accepted = (uniforms(generator, batch, width - 1) * q_draft < p_draft) & ~at_last[:, :-1, 0]
     # A rejected draft may be drawn again only with probability 0: (p - q)+ is 0 where p < q.
     tokens[:, :-1] = torch.where(accepted, drafts, tokens[:, :-1])
     return accept_chain(candidates, tokens, draft_lens)
 
 
-# --- selection: (contexts, drafts' probabilities) -> draft_lens -------------------------------------------------------
+# --- selection: (contexts, drafts' probabilities) -> draft_lens ---------------------------------------------
 
 
 def select_on_drawn_probs(candidates, draft_probs):
@@ -136,7 +137,7 @@ def select_uniformly(candidates, draft_probs):
     return select_uniform(draft_probs, CAPACITY)
 
 
-# --- decoding ---------------------------------------------------------------------------------------------------------
+# --- decoding -----------------------------------------------------------------------------------------------
 
 
 def decode(draft, select, accept, seed):
@@ -153,7 +154,8 @@ def decode(draft, select, accept, seed):
         draft_lens = select(candidates, draft_probs)
         first_draft_lens = draft_lens if first_draft_lens is None else first_draft_lens
         accept_lens, bonus_tokens = accept(candidates, TARGET[candidates], draft_lens, generator)
-        emits = torch.cat([drafts, drafts[:, :1]], dim=1).scatter(1, accept_lens.long()[:, None], bonus_tokens[:, None])
+        emits = torch.cat([drafts, drafts[:, :1]], dim=1)
+        emits.scatter_(1, accept_lens.long()[:, None], bonus_tokens[:, None])
         columns = torch.arange(MAX_DRAFT + 1)
         new = (columns <= accept_lens[:, None]) & (emitted < HORIZON)[:, None]
         positions = (emitted[:, None] + 1 + columns).clamp(max=output.shape[1] - 1)
@@ -166,7 +168,8 @@ def decode(draft, select, accept, seed):
 def p_value(draft, select, accept, seed=0):
     """Chi-square of (last token, next three tokens); 0 if a triple occurs that the target cannot emit."""
     tokens, draft_lens = decode(draft, select, accept, seed)
-    assert len(draft_lens.unique()) > 1 or select is select_uniformly  # capacity really makes the batch ragged
+    # Capacity really makes the batch ragged.
+    assert len(draft_lens.unique()) > 1 or select is select_uniformly
     per_root = TARGET[:, :, None, None] * TARGET[None, :, :, None] * TARGET[None, None, :, :]
     expected = per_root.flatten() * (REQUESTS / VOCAB)
     cells = torch.cat([ROOTS[:, None], tokens], dim=1) @ torch.tensor([VOCAB**3, VOCAB**2, VOCAB, 1])

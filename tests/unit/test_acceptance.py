@@ -25,14 +25,18 @@ def accept_one(candidates: list[int], target_tokens: list[int], draft_len: int) 
         pytest.param([1, 2, 3], [1, 2, 3, 4], 3, (3, 4), id="all accepted: bonus after the last draft"),
         pytest.param([1, 2, 3], [1, 9, 3, 4], 3, (1, 9), id="a later match does not count"),
         pytest.param([1, 2, 3], [8, 2, 3, 4], 3, (0, 8), id="first draft rejected"),
-        pytest.param([1, 2, 3], [1, 2, 3, 4], 1, (1, 2), id="unselected drafts are not accepted though they match"),
+        pytest.param(
+            [1, 2, 3], [1, 2, 3, 4], 1, (1, 2), id="unselected drafts do not count, though they match"
+        ),
         pytest.param([1, 2, 3], [1, 2, 3, 4], 0, (0, 1), id="no drafts selected: the bonus alone"),
         pytest.param([1, 1, 1], [1, 1, 1, 1], 2, (2, 1), id="repeated tokens"),
     ],
 )
 def test_accept_chain(drafts, target_tokens, draft_len, expected):
     result = accept_chain(
-        torch.tensor([[ROOT, *drafts]]), torch.tensor([target_tokens]), torch.tensor([draft_len], dtype=torch.int32)
+        torch.tensor([[ROOT, *drafts]]),
+        torch.tensor([target_tokens]),
+        torch.tensor([draft_len], dtype=torch.int32),
     )
     assert (result.accept_lens.tolist(), result.bonus_tokens.tolist()) == ([expected[0]], [expected[1]])
     assert (result.accept_lens.dtype, result.bonus_tokens.dtype) == (torch.int32, torch.int64)
@@ -125,7 +129,7 @@ def test_certain_tokens_are_always_accepted_and_impossible_ones_never():
 
 
 def test_neither_reads_a_value_on_the_host():
-    """Meta tensors have no values: anything that would wait for the device, or take its shape from data, raises."""
+    """Meta tensors have no values: whatever waits for the device, or takes its shape from data, raises."""
     tokens = torch.empty(4, 7, dtype=torch.int64, device="meta")
     draft_lens = torch.empty(4, dtype=torch.int32, device="meta")
     accept_chain(tokens, tokens, draft_lens)

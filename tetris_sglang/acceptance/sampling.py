@@ -17,7 +17,7 @@ def sample_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     Sync: none; CUDA-graph safe.
-    Example: [[.2, 0, .8]], [.1] -> [0]; [.2] -> [2]
+    Example: probs [[.2, 0, .8]], uniforms [.1] -> [0]; [.3] -> [2]
     """
     if probs.ndim != 2 or uniforms.shape != probs.shape[:1] or uniforms.dtype != torch.float64:
         raise ValueError(
@@ -25,9 +25,10 @@ def sample_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
             f"{uniforms.dtype} {tuple(uniforms.shape)}"
         )
     cdf = probs.cumsum(dim=1, dtype=torch.float64)
-    # The first token whose CDF exceeds the threshold has itself raised the CDF, so its probability is positive.
-    tokens = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).clamp_(max=probs.shape[1] - 1)
-    # Except where rounding interferes: a device's parallel scan may wobble between equal sums, and a subnormal total
-    # swallows a uniform next to 1. Those draws (one in 1e16) go to the row's most probable token.
+    thresholds = uniforms[:, None] * cdf[:, -1:]
+    # The first token whose CDF exceeds the threshold has itself raised the CDF: its probability is positive.
+    tokens = torch.searchsorted(cdf, thresholds, right=True).clamp_(max=probs.shape[1] - 1)
+    # Except where rounding interferes: a device's parallel scan may wobble between equal sums, and a
+    # subnormal total swallows a uniform next to 1. Those draws (one in 1e16) go to the mode.
     drawable = probs.gather(1, tokens) > 0
     return torch.where(drawable, tokens, probs.argmax(dim=1, keepdim=True)).squeeze(1)

@@ -10,11 +10,11 @@ class FixedCapacity:
     """A fixed number of draft tokens per step, given in exactly one of two forms.
 
     Args:
-        per_request: average over the running requests, the paper's k: capacity_tokens = floor(k * batch_size), but at
-            least 1, since a step that drafts and verifies nothing is lost. May be fractional.
+        per_request: average over the running requests, the paper's k; may be fractional. capacity_tokens =
+            floor(k * batch_size), but at least 1: a step that drafts and verifies nothing is lost.
         absolute: capacity_tokens itself, whatever the batch.
     Raises:
-        ValueError: none or both given, or a value that is no positive finite number (absolute: no positive integer).
+        ValueError: none or both given; per_request not finite and positive; absolute not a positive integer.
     Example: FixedCapacity(per_request=2.5).choose(3) -> 7
     """
 

@@ -1,4 +1,4 @@
-"""Which draft tokens a step verifies: survivals, TETRIS's selection (batched and as the paper), and baselines."""
+"""Which draft tokens a step verifies: survivals, TETRIS's selection, and baselines."""
 
 from typing import Protocol
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Selector(Protocol):
-    """(survival [batch, max_draft], capacity_tokens, max_draft_lens [batch] or None) -> draft_lens [batch] int32."""
+    """A rule that chooses draft_lens [batch] int32; see `select_prefixes`."""
 
     def __call__(
         self, survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None
@@ -34,8 +34,8 @@ def get_selector(name: str) -> Selector:
     """Look up a selection rule.
 
     Args:
-        name: "torch" (the one to serve with), "reference" (the paper's heap; copies to the host and back: for tests),
-            "uniform" or "random" (baselines).
+        name: "torch" (the one to serve with), "reference" (the paper's heap; copies to the host and back: for
+            tests), "uniform" or "random" (baselines).
     Raises:
         ValueError: unknown name.
     """

@@ -1,5 +1,7 @@
-"""What TETRIS is measured against. Every rule has the signature of `select_prefixes` and is `select_prefixes`, fed with
-another score: constant, random, or the truth."""
+"""What TETRIS is measured against: `select_prefixes` itself, fed with another score.
+
+The score is a constant, random, or the truth; every rule has the signature of `select_prefixes`.
+"""
 
 import torch
 from torch import Tensor
@@ -12,8 +14,8 @@ def select_uniform(
 ) -> Tensor:
     """Give every request the same number of draft tokens, the remainder one by one from the first request on.
 
-    The usual fixed-length speculation at capacity_tokens = k * batch. Uses only the shape of `survival`; what a request
-    cannot use because of `max_draft_lens` goes to the others.
+    The usual fixed-length speculation at capacity_tokens = k * batch. Uses only the shape of `survival`;
+    what a request cannot use because of `max_draft_lens` goes to the others.
 
     Example: [[.9, .8], [.5, .1]], 3 -> [2, 1]; [[.5, .1], [.9, .8]], 3 -> [2, 1]
     """
@@ -26,7 +28,7 @@ def select_random(
     max_draft_lens: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Shuffle the tokens of all requests, each request's own kept in order, and take the first `capacity_tokens`.
+    """Shuffle the batch's tokens, each request's own kept in order, and take the first `capacity_tokens`.
 
     Uses only the shape and device of `survival`. Within `max_draft_lens` the whole capacity is used.
 

@@ -9,26 +9,28 @@ def select_prefixes(
 ) -> Tensor:
     """Choose the per-request draft prefixes that maximise the expected number of accepted tokens.
 
-    TETRIS (arXiv:2502.15197), Algorithm 1. Survival never rises along a request, so the `capacity_tokens` largest of the
-    whole batch are prefixes already, provided that ties go to the shallower token. Further ties go to the lower request.
-    A token of survival 0 is left out even when capacity remains. Equal to `select_prefixes_reference`, ties included.
+    TETRIS (arXiv:2502.15197), Algorithm 1. Survival never rises along a request, so the `capacity_tokens`
+    largest of the whole batch are prefixes already, provided that ties go to the shallower token. Further
+    ties go to the lower request. A token of survival 0 is left out even when capacity remains. Equal to
+    `select_prefixes_reference`, ties included.
 
     Args:
-        survival: [batch, max_draft] float32 in [0, 1], no NaN, non-increasing along dim 1 (`survival_from_probs`).
-        capacity_tokens: draft tokens over the whole batch, roots excluded; a 0-d integer tensor on the same device keeps
-            it out of a captured CUDA graph's constants.
+        survival: [batch, max_draft] float32 in [0, 1], no NaN, non-increasing along dim 1, as
+            `survival_from_probs` gives it.
+        capacity_tokens: draft tokens over the whole batch, roots excluded; a 0-d integer tensor on the same
+            device keeps it out of a captured CUDA graph's constants.
         max_draft_lens: [batch] integers, the most draft tokens each request may verify; default: no limit.
     Returns:
         draft_lens: [batch] int32, sum <= capacity_tokens, on the same device.
     Raises:
-        ValueError: wrong shapes or dtypes, or an int capacity_tokens < 0 (a tensor's value is not read: a negative one
-            selects nothing).
+        ValueError: wrong shapes or dtypes, or an int capacity_tokens < 0 (a tensor's value is not read: a
+            negative one selects nothing).
     Sync: none; CUDA-graph safe.
     Example: [[.9, .8], [.5, .1]], 3 -> [2, 1]
     """
     if survival.ndim != 2 or not survival.is_floating_point():
         raise ValueError(
-            f"survival must be floats [batch, max_draft], got {survival.dtype} of shape {tuple(survival.shape)}"
+            f"survival must be floats [batch, max_draft], got {survival.dtype} {tuple(survival.shape)}"
         )
     batch, max_draft = survival.shape
     device = survival.device

@@ -1,4 +1,4 @@
-"""TETRIS's Algorithm 1 (arXiv:2502.15197) as the paper states it: a max-heap over each request's next token."""
+"""TETRIS's Algorithm 1 (arXiv:2502.15197) as the paper states it: a max-heap of each request's next token."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -9,8 +9,8 @@ def select_prefixes_reference(
 ) -> list[int]:
     """Choose the per-request draft prefixes that maximise the expected number of accepted tokens.
 
-    Two additions to the paper. Ties go to the shallower token, then to the lower request. A token of survival 0 cannot
-    be accepted: verifying it is work for nothing, so it is left out even when capacity remains.
+    Two additions to the paper. Ties go to the shallower token, then to the lower request. A token of survival
+    0 cannot be accepted: verifying it is work for nothing, so it is left out even when capacity remains.
 
     Args:
         survival: [batch][max_draft], each in [0, 1], non-increasing along a request.

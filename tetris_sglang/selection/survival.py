@@ -1,17 +1,16 @@
 """How likely each draft token is to be accepted, with everything before it."""
 
-import torch
 from torch import Tensor
 
 
 def survival_from_probs(draft_probs: Tensor) -> Tensor:
     """Multiply the draft's probabilities of its own tokens along each chain.
 
-    survival[r, j] = prod_{i <= j} draft_probs[r, i], TETRIS's surrogate for the probability that request r's first
-    j + 1 draft tokens are all accepted (arXiv:2502.15197, section 3).
+    survival[r, j] = prod_{i <= j} draft_probs[r, i], TETRIS's surrogate (arXiv:2502.15197) for the
+    probability that request r's first j + 1 draft tokens are all accepted.
 
-    Probabilities outside [0, 1] (softmax rounding) are clamped. A NaN counts as 0: it says nothing about its token, and
-    neither that token nor any behind it is ever selected.
+    Probabilities outside [0, 1] (softmax rounding) are clamped. A NaN counts as 0: it says nothing about its
+    token, and neither that token nor any behind it is ever selected.
 
     Args:
         draft_probs: [batch, max_draft], any float dtype.
