@@ -9,9 +9,11 @@ def load() -> None:
     """
     from tetris_sglang.runtime import cpu
     from tetris_sglang.runtime.algorithm import register_algorithm
+    from tetris_sglang.runtime.arguments import accept_engine_arguments
     from tetris_sglang.runtime.inventory import register_hooks
 
     register_algorithm()
     register_hooks()
+    accept_engine_arguments()
     if cpu.is_active():
         cpu.register()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any, NamedTuple
 
 from tetris_sglang.config import DEFAULT_NUM_STEPS, SETTINGS, Setting, TetrisConfig, export_arguments
@@ -44,10 +45,23 @@ def add_cli_args(_result, parser: argparse.ArgumentParser, *_) -> None:
         )
 
 
-def take_engine_arguments(*args, **kwargs):
-    """BEFORE hook of ServerArgs.__init__: accept `speculative_tetris_*` keyword arguments."""
-    export_arguments(kwargs)
-    return args, kwargs
+def accept_engine_arguments() -> None:
+    """Let `Engine(speculative_tetris_*=...)` through, by way of the class attribute that makes its ServerArgs.
+
+    Engine loads plugins first and builds its ServerArgs after that. A hook on ServerArgs itself comes too late: its
+    fields are checked before `__init__` runs. Does nothing in processes without an Engine.
+    """
+    engine = sys.modules.get("sglang.srt.entrypoints.engine")
+    if engine is None or getattr(engine.Engine.server_args_class, "accepts_tetris", False):
+        return
+    server_args_class = engine.Engine.server_args_class
+
+    def build_server_args(**kwargs):
+        export_arguments(kwargs)
+        return server_args_class(**kwargs)
+
+    build_server_args.accepts_tetris = True
+    engine.Engine.server_args_class = staticmethod(build_server_args)
 
 
 # -- validation ---------------------------------------------------------------------------------------------------

@@ -33,13 +33,6 @@ HOOKS: tuple[Hook, ...] = (
         "a registry of plugin flags",
     ),
     Hook(
-        "sglang.srt.server_args.ServerArgs.__init__",
-        "tetris_sglang.runtime.arguments.take_engine_arguments",
-        "BEFORE",
-        "speculative_tetris_* arguments of Engine",
-        "a registry of plugin arguments",
-    ),
-    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         "tetris_sglang.runtime.requests.guard_request",
         "BEFORE",
