@@ -1,0 +1,40 @@
+# `make` lists the targets. Everything is installed into .venv; nothing outside this folder is changed.
+.DEFAULT_GOAL := help
+.PHONY: help env demo test bench check lint clean
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+# Byte-compiled modules halve a server's start-up.
+unexport PYTHONDONTWRITEBYTECODE
+# PYTHON=python3.12 chooses the Python that .venv is made of.
+export PYTHON
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(STAMP) ## install SGLang, this package and its tools into .venv; does nothing when up to date
+
+$(STAMP): requirements.txt pyproject.toml scripts/make_env.sh
+	./scripts/make_env.sh
+	@touch $@
+
+demo: env ## a real server with TETRIS on the shipped model pair, beside one without speculation
+	$(VENV)/bin/tetris-sglang demo
+
+test: env ## the whole test suite
+	$(VENV)/bin/python -m pytest
+
+bench: env ## no speculation, STANDALONE and TETRIS side by side
+	$(VENV)/bin/python benchmarks/bench_serving.py
+
+check: env ## what is installed, and what would stop TETRIS from starting
+	$(VENV)/bin/tetris-sglang check
+
+lint: env ## ruff
+	$(VENV)/bin/ruff check .
+
+clean: ## remove caches and logs; .venv stays (rm -rf .venv frees its 10 GB)
+	find . -name .git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	rm -rf .pytest_cache .hypothesis .ruff_cache .cache build dist
+	find . -maxdepth 1 -name '*.log' -delete
