@@ -10,8 +10,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 DEFAULT_START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 20.0
@@ -58,7 +60,7 @@ class ServerProcess:
         self._process: subprocess.Popen | None = None
         self.start_seconds = float("nan")
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -71,12 +73,12 @@ class ServerProcess:
         Raises:
             ServerFailed: it ended first, or start_timeout_s passed.
         """
-        self.launch()
+        process = self.launch()
         started_at = time.monotonic()
         try:
             while not self._is_healthy():
-                if self._process.poll() is not None:
-                    raise ServerFailed(f"the server ended with code {self._process.returncode}.\n{self.log_tail()}")
+                if process.poll() is not None:
+                    raise ServerFailed(f"the server ended with code {process.returncode}.\n{self.log_tail()}")
                 if time.monotonic() - started_at > self._start_timeout_s:
                     raise ServerFailed(f"no answer after {self._start_timeout_s:.0f} s.\n{self.log_tail()}")
                 time.sleep(_POLL_S)
@@ -100,10 +102,20 @@ class ServerProcess:
             )
         return self._process
 
+    def pause(self) -> None:
+        """Freeze the server and its children: they keep their memory and use no processor time until `resume`."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Go on after `pause`; does nothing to a server that runs."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
-        """End the server and its children; does nothing when it never started."""
+        """End the server and its children, paused or not; does nothing when it never started."""
         if self._process is None:
             return
+        if self.is_running:
+            self.resume()  # a frozen process handles no SIGTERM
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, signal_number)
@@ -130,6 +142,38 @@ class ServerProcess:
                 return response.status == 200
         except (urllib.error.URLError, ConnectionError, TimeoutError, OSError):
             return False
+
+
+def start_all(
+    servers: Sequence[ServerProcess], prepare: Callable[[ServerProcess], None], *, at_once: int = 2
+) -> list[Exception | None]:
+    """Start servers side by side and call `prepare` on each once it answers.
+
+    Args:
+        prepare: may raise ServerFailed or OSError (which requests' own errors are), and the server is stopped.
+    Returns:
+        For each server None, or why it is not running. Stopping those that run is the caller's part, but for an
+        interruption, which stops all.
+    """
+
+    def start(server: ServerProcess) -> Exception | None:
+        try:
+            server.start()
+            prepare(server)
+        except (ServerFailed, OSError) as error:
+            server.stop()
+            return error
+        return None
+
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(start, server) for server in servers]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for server in servers:
+                server.stop()
+            raise
 
 
 def _find_free_port() -> int:

@@ -1,0 +1,638 @@
+"""Compare TETRIS with no speculation, STANDALONE and other selection rules on real servers: `make bench`.
+
+    python benchmarks/bench_serving.py                      # quick
+    python benchmarks/bench_serving.py --full --resume      # every k, every number of extra drafts; hours
+    python benchmarks/bench_serving.py --arms none,tetris --k 3 --extra 1,2,3 --concurrency 1,16
+
+Load comes from SGLang's own `python -m sglang.bench_serving`, called in this process with the arguments printed below.
+Several servers are up at once, all but the measured one frozen, and every repeat visits all of them, so that a change of
+the machine's speed meets every arm alike. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from tqdm import tqdm
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), str(REPOSITORY / "scripts")]
+
+import serving_report
+from serving_report import REFERENCE, Results, round_key
+
+from tetris_sglang.load import count_drafts, flush_cache, generate, read_step_counts
+from tetris_sglang.server_process import ServerProcess, start_all
+
+PAIR = REPOSITORY / "benchmarks" / "pair"
+RESULTS = REPOSITORY / "benchmarks" / "results" / "serving.json"
+FAMILIES = (REFERENCE, "standalone", "tetris", "uniform", "random")
+SERVER_GIB = 2.7  # a server's three processes without an accelerator
+START_TIMEOUT_S = 600.0
+_RECORDS_TIMEOUT_S = 20.0
+
+
+# -- what is compared -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One server configuration.
+
+    k: drafts verified per request and step, on average. extra: drafts beyond k that selection chooses from.
+    """
+
+    family: str
+    k: int = 0
+    extra: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.family == REFERENCE:
+            return REFERENCE
+        return f"{self.family} k={self.k}" + (f"+{self.extra}" if self.extra else "")
+
+    def flags(self, draft: Path, phase_times: bool) -> list[str]:
+        """Server flags beyond the model's."""
+        if self.family == REFERENCE:
+            return []
+        drafting = [
+            "--speculative-draft-model-path",
+            str(draft),
+            "--speculative-num-steps",
+            str(self.k + self.extra),
+        ]
+        if self.family == "standalone":
+            return [
+                *("--speculative-algorithm", "STANDALONE", *drafting),
+                *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(self.k + 1)),
+            ]
+        return [
+            *("--speculative-algorithm", "TETRIS", *drafting),
+            *("--speculative-tetris-capacity-per-request", str(self.k)),
+            *("--speculative-tetris-selection", self.family),
+            *(("--speculative-tetris-phase-times", "true") if phase_times else ()),
+        ]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the figures; results with other settings are never mixed."""
+
+    shape: str
+    families: tuple[str, ...]
+    k: tuple[int, ...]
+    extra: tuple[int, ...]
+    concurrency: tuple[int, ...]
+    temperature: tuple[float, ...]
+    output_len: int
+    min_prompts: int
+    repeats: int
+    live_servers: int
+    phase_times: bool
+    seed: int
+
+    def num_prompts(self, concurrency: int) -> int:
+        return max(self.min_prompts, concurrency)
+
+    def build_arms(self) -> list[Arm]:
+        """The reference first, then k by k, so that what is compared at equal k shares a group of live servers."""
+        arms = [Arm(REFERENCE)]
+        for k in self.k:
+            if "standalone" in self.families:
+                arms.append(Arm("standalone", k))
+            for extra, family in product(self.extra, FAMILIES[2:]):
+                if family in self.families:
+                    arms.append(Arm(family, k, extra))
+        return arms
+
+
+def group_arms(arms: Sequence[Arm], live_servers: int) -> list[list[Arm]]:
+    """Split into groups of at most `live_servers`, each with the reference."""
+    reference, *others = arms
+    size = live_servers - 1
+    return [[reference, *others[i : i + size]] for i in range(0, len(others), size)] or [[reference]]
+
+
+def order_arms(arms: Sequence[Arm], repeat: int) -> list[Arm]:
+    """Rotate from repeat to repeat and reverse every other one, so that no arm always follows the same one."""
+    start = repeat % len(arms)
+    rotated = [*arms[start:], *arms[:start]]
+    return rotated[::-1] if repeat % 2 else rotated
+
+
+# -- results on disk --------------------------------------------------------------------------------------------------
+
+
+class ResultsFile:
+    """Samples are written as they are taken; only complete rounds survive a resumption."""
+
+    def __init__(self, path: Path, settings: Settings, arms: Sequence[Arm], *, resume: bool) -> None:
+        self.path = path
+        described = json.loads(json.dumps(asdict(settings)))
+        self.results: Results = {
+            "provenance": collect_provenance(),
+            "settings": described,
+            "arms": {arm.name: asdict(arm) for arm in arms},
+            "unavailable": {},
+            "samples": [],
+        }
+        if resume and path.exists():
+            self._take_over(json.loads(path.read_text()), described)
+
+    def _take_over(self, earlier: Results, described: dict[str, Any]) -> None:
+        changed = [name for name, value in described.items() if earlier["settings"].get(name) != value]
+        if changed:
+            details = ", ".join(f"{name}={earlier['settings'].get(name)!r}" for name in changed)
+            raise ValueError(
+                f"--resume: {self.path} was measured with {details}. Give the same options, or another --out."
+            )
+        self.results["unavailable"] = earlier["unavailable"]
+        self.results["samples"] = earlier["samples"]
+        self.results["provenance"]["resumed_from"] = earlier["provenance"]
+
+    def drop_incomplete(self, groups: Sequence[Sequence[Arm]]) -> None:
+        """Forget rounds that some arm of the group is missing from: their runs were not taken together."""
+        kept = []
+        for sample in self.results["samples"]:
+            names = {arm.name for arm in groups[sample["group"]]} - self.results["unavailable"].keys()
+            taken = {s["arm"] for s in self.results["samples"] if round_key(s) == round_key(sample)}
+            if names <= taken:
+                kept.append(sample)
+        self.results["samples"] = kept
+
+    def has_round(self, key: tuple) -> bool:
+        return any(round_key(sample) == key for sample in self.results["samples"])
+
+    def add(self, sample: serving_report.Sample) -> None:
+        self.results["samples"].append(sample)
+        self.write()
+
+    def mark_unavailable(self, arm: Arm, reason: str) -> None:
+        self.results["unavailable"][arm.name] = reason
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.results, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def collect_provenance() -> dict[str, Any]:
+    """Where and how the figures were taken."""
+    return {
+        "cpu": read_cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "sglang": importlib.metadata.version("sglang"),
+        "tetris_sglang": importlib.metadata.version("tetris-sglang"),
+        "commit": describe_commit(),
+        "command": shlex.join(["python", "benchmarks/bench_serving.py", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def read_cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    if not cpuinfo.exists():
+        return platform.processor() or platform.machine()
+    for line in cpuinfo.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.machine()
+
+
+def describe_commit() -> str:
+    git = ["git", "-C", str(REPOSITORY)]
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short=12", "HEAD"], check=False, capture_output=True, text=True
+    )
+    if commit.returncode:
+        return "unknown"
+    watched = ["tetris_sglang", "benchmarks/pair", "scripts/inflate_model.py"]
+    changes = subprocess.run(
+        [*git, "status", "--porcelain", "--", *watched], check=True, capture_output=True, text=True
+    )
+    return commit.stdout.strip() + (" with uncommitted changes" if changes.stdout.strip() else "")
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LiveServer:
+    arm: Arm
+    process: ServerProcess
+    records_folder: Path
+    """Where SGLang writes one JSON line of meta_info per finished request (--export-metrics-to-file)."""
+
+    def read_records(self) -> list[dict[str, Any]]:
+        lines: list[str] = []
+        for path in sorted(self.records_folder.glob("*.log")):
+            lines += path.read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def wait_for_records(self, count: int) -> list[dict[str, Any]]:
+        """SGLang writes a record shortly after the answer."""
+        deadline = time.monotonic() + _RECORDS_TIMEOUT_S
+        while len(records := self.read_records()) < count:
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the server reported {len(records)} of {count} requests")
+            time.sleep(0.05)
+        return records
+
+
+class RunFailed(RuntimeError):
+    """A run of an arm did not complete; says why."""
+
+
+def write_dataset(prompts: Path, out: Path) -> list[str]:
+    """Write the pair's prompts as `--dataset-name custom` reads them; returns the texts."""
+    texts = [json.loads(line)["text"] for line in prompts.read_text().splitlines() if line.strip()]
+    with out.open("w") as file:
+        for text in texts:
+            turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+            file.write(json.dumps({"conversations": turns}) + "\n")
+    return texts
+
+
+def bench_serving_arguments(
+    url: str, dataset: Path, settings: Settings, concurrency: int, temperature: float, output_file: Path
+) -> list[str]:
+    """The arguments of `python -m sglang.bench_serving`. It shuffles with its seed: the same order for every arm."""
+    return [
+        *("--backend", "sglang", "--base-url", url),
+        *("--dataset-name", "custom", "--dataset-path", str(dataset), "--seed", str(settings.seed)),
+        *("--num-prompts", str(settings.num_prompts(concurrency)), "--max-concurrency", str(concurrency)),
+        *("--sharegpt-output-len", str(settings.output_len), "--temperature", str(temperature)),
+        *("--warmup-requests", "0", "--disable-tqdm", "--output-details", "--output-file", str(output_file)),
+    ]
+
+
+def run_bench_serving(arguments: Sequence[str]) -> dict[str, Any]:
+    """SGLang's command-line entry point in this process: importing it takes longer than a run.
+
+    Raises:
+        RunFailed: with the end of what it printed.
+    """
+    from sglang.benchmark import serving
+
+    output_file = Path(arguments[arguments.index("--output-file") + 1])
+    output_file.unlink(missing_ok=True)
+    printed = io.StringIO()
+    argv, sys.argv = sys.argv, ["sglang.bench_serving", *arguments]
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            serving.cli_main()
+    except (Exception, SystemExit) as error:
+        raise RunFailed(f"sglang.bench_serving: {error!r}; {printed.getvalue()[-500:]}") from error
+    finally:
+        sys.argv = argv
+    return json.loads(output_file.read_text())
+
+
+def measure(
+    server: LiveServer,
+    dataset: Path,
+    warm_up_texts: Sequence[str],
+    settings: Settings,
+    concurrency: int,
+    temperature: float,
+) -> serving_report.Sample:
+    """One run of one arm, alone on the machine but for the frozen servers.
+
+    Raises:
+        RunFailed: a request failed, or the server went away.
+    """
+    process = server.process
+    process.resume()
+    try:
+        try:
+            # Wakes the server and brings its weights back into the caches.
+            generate(process.url, warm_up_texts, concurrency=1, max_new_tokens=8)
+            flush_cache(process.url)
+            before, num_records = read_step_counts(process.url), len(server.read_records())
+            result = run_bench_serving(
+                bench_serving_arguments(
+                    process.url,
+                    dataset,
+                    settings,
+                    concurrency,
+                    temperature,
+                    server.records_folder / "result.jsonl",
+                )
+            )
+            steps = read_step_counts(process.url).since(before)
+        except OSError as error:
+            raise RunFailed(f"{error!r}; the server's log ends with\n{process.log_tail(5)}") from error
+        num_prompts = settings.num_prompts(concurrency)
+        if result["completed"] != num_prompts:
+            reason = next((error for error in result["errors"] if error), "no reason given")
+            raise RunFailed(f"{result['completed']} of {num_prompts} requests completed: {reason[-300:]}")
+        records = server.wait_for_records(num_records + num_prompts)[num_records:]
+    finally:
+        if process.is_running:
+            process.pause()
+    counts = count_drafts(records)
+    return {
+        "arm": server.arm.name,
+        "concurrency": concurrency,
+        "temperature": temperature,
+        "output_tokens_per_s": result["output_throughput"],
+        **{
+            f"{short}_{quantile}_ms": result[f"{'median' if quantile == 'p50' else quantile}_{name}_ms"]
+            for short, name in (("ttft", "ttft"), ("tpot", "tpot"), ("itl", "itl"), ("e2e", "e2e_latency"))
+            for quantile in ("p50", "p99")
+        },
+        "output_tokens": result["total_output_tokens"],
+        "duration_s": result["duration"],
+        "verify_steps": counts.verify_steps,
+        "selected": counts.selected,
+        "accepted": counts.accepted,
+        "num_steps": steps.num_steps,
+        "verified_rows": steps.verified_rows,
+        "phase_ms": dict(steps.phase_ms),
+        "output_hashes": [hashlib.sha256(t.encode()).hexdigest()[:8] for t in result["generated_texts"]],
+        # The machine's other work shows here: a frozen server adds nothing.
+        "load_average": os.getloadavg()[0],
+    }
+
+
+class Bench:
+    """Starts the groups of servers one after the other and takes every round that is still missing."""
+
+    def __init__(
+        self, settings: Settings, file: ResultsFile, target: Path, draft: Path, prompts: Path, folder: Path
+    ):
+        self.settings, self.file, self.target, self.draft, self.folder = settings, file, target, draft, folder
+        self.dataset = folder / "prompts.jsonl"
+        self.texts = write_dataset(prompts, self.dataset)
+        needed = max(map(settings.num_prompts, settings.concurrency))
+        if len(self.texts) < needed:
+            raise ValueError(
+                f"{prompts} holds {len(self.texts)} prompts, {needed} are needed: lower --prompts or --concurrency"
+            )
+
+    def server_arguments(self, arm: Arm, records_folder: Path) -> list[str]:
+        return [
+            *(
+                "--model-path",
+                str(self.target),
+                "--max-running-requests",
+                str(max(self.settings.concurrency)),
+            ),
+            *("--random-seed", str(self.settings.seed)),
+            *("--export-metrics-to-file", "--export-metrics-to-file-dir", str(records_folder)),
+            *arm.flags(self.draft, self.settings.phase_times),
+        ]
+
+    def run(self, groups: Sequence[Sequence[Arm]]) -> None:
+        settings, file = self.settings, self.file
+        file.drop_incomplete(groups)
+        rounds = list(product(range(settings.repeats), settings.temperature, settings.concurrency))
+        total = sum(len(group) for group in groups) * len(rounds)
+        with tqdm(total=total, unit="run", smoothing=0.1) as bar:
+            for number, group in enumerate(groups):
+                missing = []
+                for repeat, temperature, concurrency in rounds:
+                    if file.has_round((number, temperature, concurrency, repeat)):
+                        bar.update(len(group))
+                    else:
+                        missing.append((repeat, temperature, concurrency))
+                if missing:
+                    self._run_group(number, group, missing, bar)
+
+    def _run_group(self, number: int, group: Sequence[Arm], rounds: Sequence[tuple], bar: tqdm) -> None:
+        with contextlib.ExitStack() as stack:
+            bar.set_description(f"group {number + 1}: starting {len(group)} servers")
+            servers = self._start(group, stack)
+            if group[0] not in servers:
+                raise RunFailed(f"no reference: {self.file.results['unavailable'][group[0].name]}")
+            for repeat, temperature, concurrency in rounds:
+                for arm in order_arms(group, repeat):
+                    bar.set_description(f"{arm.name} at {concurrency}, repeat {repeat + 1}")
+                    if arm in servers:
+                        self._take(servers, arm, number, repeat, temperature, concurrency)
+                    bar.update()
+
+    def _take(
+        self,
+        servers: dict[Arm, LiveServer],
+        arm: Arm,
+        number: int,
+        repeat: int,
+        temperature: float,
+        concurrency: int,
+    ) -> None:
+        try:
+            sample = measure(
+                servers[arm], self.dataset, self.texts[:1], self.settings, concurrency, temperature
+            )
+        except RunFailed as error:
+            if arm.family == REFERENCE:
+                raise
+            # Its earlier samples stay: what it did before it failed is true.
+            self.file.mark_unavailable(arm, f"failed at concurrency {concurrency}: {error}")
+            servers.pop(arm).process.stop()
+            return
+        self.file.add({"group": number, "repeat": repeat, **sample})
+
+    def _start(self, group: Sequence[Arm], stack: contextlib.ExitStack) -> dict[Arm, LiveServer]:
+        """Start all servers of a group, two at a time, and freeze each once it is warm."""
+        check_memory(len(group))
+        servers = [self._prepare(arm) for arm in group]
+        for server in servers:
+            stack.callback(server.process.stop)
+
+        def warm_up(process: ServerProcess) -> None:
+            generate(process.url, self.texts[:4], concurrency=4, max_new_tokens=16)
+            process.pause()
+
+        failures = start_all([server.process for server in servers], warm_up)
+        for server, failure in zip(servers, failures, strict=True):
+            if failure is not None:
+                self.file.mark_unavailable(server.arm, last_words(str(failure)))
+        return {s.arm: s for s, failure in zip(servers, failures, strict=True) if failure is None}
+
+    def _prepare(self, arm: Arm) -> LiveServer:
+        records_folder = Path(tempfile.mkdtemp(dir=self.folder))
+        process = ServerProcess(
+            self.server_arguments(arm, records_folder),
+            self.folder / f"{arm.name.replace(' ', '-')}.log",
+            start_timeout_s=START_TIMEOUT_S,
+        )
+        return LiveServer(arm, process, records_folder)
+
+
+def last_words(message: str) -> str:
+    """The line of a failed start that says most: the last error of the log, else its last line."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or "error:" in line]
+    return (errors or lines or ["no output"])[-1][-300:]
+
+
+def check_memory(num_servers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise ValueError when the servers would not fit into what is available."""
+    if not meminfo.exists():
+        return
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    available_gib = int(fields["MemAvailable"].split()[0]) / 2**20
+    if available_gib < num_servers * SERVER_GIB:
+        raise ValueError(
+            f"--live-servers {num_servers}: {num_servers} servers take {num_servers * SERVER_GIB:.1f} GiB, "
+            f"{available_gib:.1f} GiB are available. Lower it (2 is the least)."
+        )
+
+
+# -- command line -----------------------------------------------------------------------------------------------------
+
+QUICK = {"arms": "none,standalone,tetris,uniform", "k": "2,4", "extra": "2", "temperature": "0", "prompts": 4}
+FULL = {"arms": ",".join(FAMILIES), "k": "1,2,3,4,5", "extra": "1,2,3", "temperature": "0,1", "prompts": 32}
+
+
+def _split(text: str, flag: str, parse: type) -> tuple:
+    try:
+        values = tuple(parse(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{flag} {text!r}: give numbers separated by commas") from None
+    if parse is not float and any(value < 1 for value in values):
+        raise ValueError(f"{flag} {text!r}: give numbers above 0")
+    if any(value < 0 for value in values):
+        raise ValueError(f"{flag} {text!r}: give numbers not below 0")
+    return values
+
+
+def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settings:
+    """Settings from a preset and the options given beside it (None where not given).
+
+    Raises:
+        ValueError: naming the option.
+    """
+    chosen = preset | {name: value for name, value in options.items() if value is not None}
+    families = tuple(chosen["arms"].split(","))
+    if unknown := [family for family in families if family not in FAMILIES]:
+        raise ValueError(f"--arms: no such arm {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    if chosen["live_servers"] < 2:
+        raise ValueError("--live-servers: at least 2, the reference and one other")
+    for name in ("repeats", "output_len", "prompts"):
+        if chosen[name] < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {chosen[name]}: give a number above 0")
+    if chosen["output_len"] < 4:
+        raise ValueError(f"--output-len {chosen['output_len']}: sglang.bench_serving wants 4 or more")
+    return Settings(
+        shape=chosen["shape"],
+        families=families,
+        k=_split(chosen["k"], "--k", int),
+        extra=_split(chosen["extra"], "--extra", int),
+        concurrency=_split(chosen["concurrency"], "--concurrency", int),
+        temperature=_split(chosen["temperature"], "--temperature", float),
+        output_len=chosen["output_len"],
+        min_prompts=chosen["prompts"],
+        repeats=chosen["repeats"],
+        live_servers=chosen["live_servers"],
+        phase_times=chosen["phase_times"],
+        seed=chosen["seed"],
+    )
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the servers as Ctrl-C does."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def main(
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Everything, or what fits in a coffee break.")
+    ] = False,
+    arms: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(FAMILIES)}; 'none' is always measured.")
+    ] = None,
+    k: Annotated[str | None, typer.Option(help="Verified drafts per request, e.g. 1,2,3.")] = None,
+    extra: Annotated[str | None, typer.Option(help="Drafts beyond k for TETRIS, uniform and random.")] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests in flight.")] = "1,4,16",
+    temperature: Annotated[str | None, typer.Option(help="0 is greedy.")] = None,
+    output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
+    prompts: Annotated[
+        int | None, typer.Option(help="Prompts per run; at least one per request in flight.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds per cell.")] = 3,
+    shape: Annotated[
+        str, typer.Option(help="Of the inflated target: scripts/inflate_model.py.")
+    ] = "cpu-100m",
+    pair: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = PAIR,
+    live_servers: Annotated[int, typer.Option(help=f"Servers up at once, {SERVER_GIB} GiB each.")] = 4,
+    phase_times: Annotated[
+        bool, typer.Option(help="Time the phases of TETRIS's steps: some ten clock readings per step.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of prompt order and sampling.")] = 0,
+    out: Annotated[Path, typer.Option(help="JSON; the Markdown and the plot go beside it.")] = RESULTS,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the complete rounds of an earlier, interrupted run.")
+    ] = False,
+) -> None:
+    """Compare TETRIS with no speculation, STANDALONE and other selection rules on real servers."""
+    console = Console()
+    options = {
+        name: value
+        for name, value in locals().items()
+        if name not in ("full", "pair", "out", "resume", "console")
+    }  # fmt: skip
+    try:
+        settings = build_settings(preset=FULL if full else QUICK, options=options)
+        arm_list = settings.build_arms()
+        groups = group_arms(arm_list, settings.live_servers)
+        file = ResultsFile(out, settings, arm_list, resume=resume)
+        from inflate_model import ensure_inflated
+
+        with _terminated_as_interrupt(), tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
+            target = ensure_inflated(pair / "target", settings.shape)
+            bench = Bench(settings, file, target, pair / "draft", pair / "prompts.jsonl", Path(folder))
+            arguments = bench_serving_arguments("URL", bench.dataset, settings, 1, 0.0, Path("FILE"))
+            console.print(
+                f"load: python -m sglang.bench_serving {shlex.join(arguments)}",
+                soft_wrap=True,
+                highlight=False,
+            )
+            for arm in arm_list:
+                console.print(f"{arm.name}: {shlex.join(arm.flags(pair / 'draft', settings.phase_times))}", soft_wrap=True, highlight=False)  # fmt: skip
+            bench.run(groups)
+    except (ValueError, RunFailed) as error:
+        console.print(f"[red]error:[/] {error}", highlight=False)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        console.print(f"interrupted; complete rounds are kept in {out}: go on with --resume")
+        raise typer.Exit(130) from None
+    serving_report.print_tables(file.results, console)
+    for path in [out, *serving_report.write_reports(file.results, out)]:
+        console.print(str(path), highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
