@@ -1,0 +1,115 @@
+"""Shared real servers. Each costs tens of seconds to start, so a whole session uses a few of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import Client
+from tetris_sglang.server_process import ServerProcess, start_all
+
+PAIR = Path(__file__).parents[2] / "benchmarks" / "pair"
+TARGET, DRAFT = PAIR / "target", PAIR / "draft"
+NUM_STEPS = 5
+
+COMMON = [
+    "--model-path", str(TARGET), "--dtype", "float32", "--random-seed", "7", "--sleep-on-idle", "--enable-metrics",
+    "--max-running-requests", "16", "--enable-cache-report",
+]  # fmt: skip
+TETRIS = ["--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(NUM_STEPS)]
+
+ARGUMENTS = {
+    "plain": COMMON,
+    # Overlap scheduling, an average capacity of half the drafts: the ordinary case.
+    "overlap": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT),
+        "--speculative-tetris-capacity-per-request", "2.5", "--speculative-tetris-phase-times", "true",
+    ],
+    # Synchronous scheduling, an absolute capacity below the batch size: most requests get 0 drafts in most steps.
+    "synchronous": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--disable-overlap-schedule",
+        "--speculative-tetris-capacity-tokens", "10",
+    ],
+    # The draft is the target, so every verified draft must be accepted: a stale, shifted or missing draft KV entry shows
+    # as a rejection. A tiny pool and short chunks force retraction, resumption and chunked prefill.
+    "perfect": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(TARGET),
+        "--speculative-tetris-capacity-per-request", "5", "--max-total-tokens", "2048", "--chunked-prefill-size", "64",
+        "--schedule-conservativeness", "0.1",
+    ],
+}  # fmt: skip
+
+
+class Servers:
+    """Starts the servers asked for, at most two at a time, and keeps them for the session."""
+
+    def __init__(self, log_folder: Path) -> None:
+        self._log_folder = log_folder
+        self._processes: dict[str, ServerProcess] = {}
+
+    def get(self, *names: str) -> list[Client]:
+        wanted = {name: self._make(name) for name in names if name not in self._processes}
+        failures = start_all(list(wanted.values()), lambda server: None)
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        self._processes |= wanted
+        return [Client(self._processes[name].url, self._processes[name].log_path) for name in names]
+
+    def _make(self, name: str) -> ServerProcess:
+        return ServerProcess(ARGUMENTS[name], self._log_folder / f"{name}.log", start_timeout_s=400)
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.stop()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory):
+    folder = Path(os.environ.get("TETRIS_TEST_LOGS") or tmp_path_factory.mktemp("servers"))
+    servers = Servers(folder)
+    # Nearly every test compares with these.
+    try:
+        servers.get("plain", "overlap")
+        yield servers
+    finally:
+        servers.stop()
+
+
+@pytest.fixture(scope="session")
+def plain(servers) -> Client:
+    return servers.get("plain")[0]
+
+
+@pytest.fixture(scope="session", params=["overlap", "synchronous"])
+def tetris(servers, request) -> Client:
+    """The ordinary TETRIS server, with and without overlap scheduling."""
+    return servers.get(request.param)[0]
+
+
+@pytest.fixture(scope="session")
+def overlap(servers) -> Client:
+    return servers.get("overlap")[0]
+
+
+@pytest.fixture(scope="session")
+def perfect(servers) -> Client:
+    return servers.get("perfect")[0]
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[dict]:
+    """Held-out prompts of every kind, none trained on."""
+    return [json.loads(line) for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def mixed_prompts(prompts) -> list[str]:
+    """64 prompts, kinds and lengths interleaved."""
+    by_kind: dict[str, list[str]] = {}
+    for prompt in prompts:
+        by_kind.setdefault(prompt["kind"], []).append(prompt["text"])
+    return [text for group in zip(*by_kind.values(), strict=False) for text in group][:64]

@@ -1,0 +1,60 @@
+"""The draft's KV cache is right after prefix hits, chunked prefill, retraction and resumption.
+
+The draft is the target here, so each verified draft token must be accepted. (Rarely a near-tie is decided differently
+by a pass of another shape.)
+"""
+
+from __future__ import annotations
+
+from tests.e2e.client import texts
+
+ALMOST_ALL = 0.98
+
+
+def _success_rate(before: dict, after: dict) -> float:
+    return (after["accepted_tokens"] - before["accepted_tokens"]) / (after["selected_tokens"] - before["selected_tokens"])
+
+
+def test_every_draft_is_accepted_after_chunked_prefill(plain, perfect, mixed_prompts):
+    """Chunks of 64 tokens: long prompts are prefilled in several passes."""
+    long_prompts = sorted(mixed_prompts, key=len)[-8:]
+    perfect.flush_cache()
+    before = perfect.tetris_state()
+    outputs = perfect.generate_all(long_prompts, concurrency=2, max_new_tokens=32, ignore_eos=True)
+    assert max(o["meta_info"]["prompt_tokens"] for o in outputs) > 128
+    assert texts(outputs) == texts(plain.generate_all(long_prompts, max_new_tokens=32, ignore_eos=True))
+    assert _success_rate(before, perfect.tetris_state()) > ALMOST_ALL
+
+
+def test_every_draft_is_accepted_after_radix_hits(plain, perfect, prompts):
+    """Prompts that share prefixes, and conversations that go on from their own output."""
+    perfect.flush_cache()
+    base = max((p["text"] for p in prompts if p["kind"] == "prose"), key=len)
+    family = [base + suffix for suffix in (" The", " In", "\n\n", " It", " (see")]
+    perfect.generate(base, max_new_tokens=16, ignore_eos=True)
+    before = perfect.tetris_state()
+    outputs = perfect.generate_all(family, concurrency=2, max_new_tokens=24, ignore_eos=True)
+    assert all(o["meta_info"]["cached_tokens"] > 20 for o in outputs)
+    assert texts(outputs) == texts(plain.generate_all(family, max_new_tokens=24, ignore_eos=True))
+    for turn in range(4):
+        family = [prompt + output["text"] for prompt, output in zip(family, outputs, strict=True)]
+        outputs = perfect.generate_all(family, concurrency=2, max_new_tokens=9 + turn, ignore_eos=True)
+        assert all(o["meta_info"]["cached_tokens"] > 20 for o in outputs)
+    assert texts(outputs) == texts(plain.generate_all(family, max_new_tokens=12, ignore_eos=True))
+    assert _success_rate(before, perfect.tetris_state()) > ALMOST_ALL
+
+
+def test_retraction_and_resumption_are_exact(plain, perfect, mixed_prompts):
+    """More tokens than the pool holds: requests are retracted and resumed, and nothing shows."""
+    perfect.flush_cache()
+    before = perfect.tetris_state()
+    retractions_before = _count_retractions(perfect)
+    expected = plain.generate_all(mixed_prompts[:24], max_new_tokens=220, ignore_eos=True)
+    actual = perfect.generate_all(mixed_prompts[:24], max_new_tokens=220, ignore_eos=True)
+    assert _count_retractions(perfect) > retractions_before, "the pool was large enough: nothing was tested"
+    assert texts(actual) == texts(expected)
+    assert _success_rate(before, perfect.tetris_state()) > ALMOST_ALL
+
+
+def _count_retractions(client) -> int:
+    return client.log_path.read_text(errors="replace").count("Retract requests")
