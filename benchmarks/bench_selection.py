@@ -182,10 +182,14 @@ def name_cpu() -> str:
 
 
 def name_commit() -> str | None:
-    """The checkout's commit, `-dirty` if its files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
+    """The checkout's commit, `-dirty` if what is timed differs from it; None outside a checkout."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    if head.returncode != 0:
+        return None
+    timed = ["tetris_sglang/selection", "benchmarks/bench_selection.py"]
+    clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *timed]).returncode == 0
+    return head.stdout.strip() + ("" if clean else "-dirty")
 
 
 def installed_version(distribution: str) -> str | None:

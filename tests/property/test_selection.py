@@ -248,7 +248,7 @@ def test_random_uses_the_capacity_within_the_caps():
 
 
 def test_random_shares_follow_the_hypergeometric_law():
-    """N = 32 tokens shuffled, n = 10 taken, K = 4 in a chain: mean nK/N, variance nK/N (1 - K/N) (N-n)/(N-1)."""
+    """N = 32 shuffled tokens, n = 10 taken, K = 4 in a chain: mean nK/N, variance nK/N (1-K/N) (N-n)/(N-1)."""
     generator = torch.Generator().manual_seed(0)
     shares = torch.stack(
         [select_random(torch.zeros(8, 4), 10, generator=generator) for _ in range(2000)]
