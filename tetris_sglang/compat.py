@@ -1,4 +1,4 @@
-"""The SGLang releases that this package works with; no other file names one."""
+"""The SGLang releases that this package works with; requirements.txt and pyproject.toml pin one of them."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Setting:
         try:
             return self.parse(text)
         except ValueError as error:
-            reason = str(error) if str(error).startswith("must") else f"must be {self.metavar.lower()}"
+            reason = str(error) if str(error).startswith("must") else f"must be a {self.metavar.lower().replace('_', ' ')}"
             raise ValueError(f"{given_as}={text!r}: {reason}. {self.help}") from None
 
 

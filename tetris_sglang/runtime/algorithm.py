@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
@@ -43,11 +45,19 @@ def register_algorithm() -> None:
     """Register TETRIS; a second call does nothing."""
     if get_spec(NAME) is not None:
         return
+    register_resolution_hook("handle_speculative_decoding")(_validate_first)
 
-    @SpeculativeAlgorithm.register(
-        NAME, supports_overlap=True, validate_server_args=validate_server_args, spec_class=TetrisAlgorithm
-    )
+    @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=TetrisAlgorithm)
     def _worker_class(server_args):
         from tetris_sglang.runtime.worker import TetrisWorker
 
         return TetrisWorker
+
+
+def _validate_first(server_args, previous) -> None:
+    """Around SGLang's resolution step: the registry's `validate_server_args` comes after the draft's config is loaded,
+    which ends on a wrong path without naming the flag."""
+    arguments = resolving_view(server_args)
+    if (arguments.speculative_algorithm or "").upper() == NAME:
+        validate_server_args(arguments)
+    previous(server_args)

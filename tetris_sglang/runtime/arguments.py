@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any, NamedTuple
 
+import torch
+
 from tetris_sglang.config import DEFAULT_NUM_STEPS, SETTINGS, Setting, TetrisConfig, export_arguments
 
 # SGLang's own default for speculation (arg_groups/speculative_hook.py, _handle_eagle_family).
@@ -121,8 +123,9 @@ def validate_server_args(args) -> None:
     Raises:
         ValueError: naming the flag, the value and the way out.
     """
+    _validate_device(args.device)
     for item in UNSUPPORTED:
-        if hasattr(args, item.argument) and item.is_given(args):
+        if item.is_given(args):
             raise ValueError(
                 f"{item.flag} {getattr(args, item.argument)!r} does not work with --speculative-algorithm TETRIS: "
                 f"{item.reason}. Remove that flag, or choose another --speculative-algorithm."
@@ -135,6 +138,18 @@ def validate_server_args(args) -> None:
             f"{num_steps}: a chain has num_steps + 1 = {num_steps + 1} tokens. Leave the former out."
         )
     _validate_models(args)
+
+
+def _validate_device(device: str | None) -> None:
+    """Args: device: as given or resolved; None is what SGLang would choose by itself."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu":
+        raise ValueError(
+            f"--device {device}: --speculative-algorithm TETRIS verifies ragged batches on the CPU platform only in "
+            f"this version. Use --speculative-algorithm STANDALONE on this device, or hide it (CUDA_VISIBLE_DEVICES=) "
+            f"and use --device cpu."
+        )
 
 
 def _resolve_num_steps(args) -> int:

@@ -1,0 +1,75 @@
+"""`tetris-sglang`: check, explain, demo. Commands import what they need when they run, so `--help` is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="TETRIS batch-wide optimal speculative decoding as a plugin for stock SGLang.",
+)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def check(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what is installed, and what would stop TETRIS from starting.
+
+    Takes the arguments of `sglang serve`, for example --model-path, --speculative-draft-model-path,
+    --speculative-num-steps, and resolves them as a server would, without loading weights. Exits with 1 if something
+    would stop TETRIS.
+    """
+    from tetris_sglang.check import find, print_json, print_table
+
+    findings = find(context.args)
+    print_json(findings) if as_json else print_table(findings)
+    raise typer.Exit(any(finding.status == "problem" for finding in findings))
+
+
+@app.command()
+def explain(
+    batch_size: Annotated[int | None, typer.Option(help="Running requests.", show_default="5")] = None,
+    max_draft: Annotated[int | None, typer.Option(help="Tokens drafted per request.", show_default="6")] = None,
+    capacity_tokens: Annotated[
+        int | None, typer.Option(help="Draft tokens verified over the whole batch.", show_default="2 per request")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the invented probabilities.", show_default="0")] = None,
+) -> None:
+    """Draw one selection: which draft tokens TETRIS verifies under a capacity, and which uniform speculation does."""
+    from tetris_sglang.explain import explain
+
+    _call(explain, batch_size=batch_size, max_draft=max_draft, capacity_tokens=capacity_tokens, seed=seed)
+
+
+@app.command()
+def demo(
+    shape: Annotated[
+        str | None, typer.Option(help="What the trained target is inflated to.", show_default="cpu-100m")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="Passes per server and concurrency.", show_default="3")] = None,
+    num_steps: Annotated[int | None, typer.Option(help="Tokens drafted per request.", show_default="6")] = None,
+    capacity_per_request: Annotated[
+        int | None, typer.Option(help="Of those, verified on average.", show_default="4")
+    ] = None,
+) -> None:
+    """Serve the shipped model pair with TETRIS and without speculation, and compare the two."""
+    from tetris_sglang.demo import demo
+
+    _call(demo, shape=shape, repeats=repeats, num_steps=num_steps, capacity_per_request=capacity_per_request)
+
+
+def _call(command, **options) -> None:
+    """Call `command` with the options that were given; a ValueError of its becomes a usage error."""
+    try:
+        command(**{name: value for name, value in options.items() if value is not None})
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def main() -> None:
+    app(prog_name="tetris-sglang")
