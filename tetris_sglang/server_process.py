@@ -32,6 +32,7 @@ class ServerProcess:
         log_path: receives the server's output.
         port: a free one is chosen when None.
         environment: variables added to this process's own.
+        entry_point: the command that the arguments follow; `sglang serve` is another.
         start_timeout_s: seconds until ServerFailed is raised.
     Example:
         with ServerProcess(["--model-path", "benchmarks/pair/target"], Path("server.log")) as server:
@@ -45,14 +46,13 @@ class ServerProcess:
         *,
         port: int | None = None,
         environment: Mapping[str, str] | None = None,
+        entry_point: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
         start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
     ) -> None:
         self.port = port or _find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = Path(log_path)
-        self.command = [
-            sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(self.port), *arguments
-        ]  # fmt: skip
+        self.command = [*entry_point, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
         self._environment = {**os.environ, **(environment or {})}
         # Byte-compiled modules halve the start-up time.
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)

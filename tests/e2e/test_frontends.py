@@ -1,0 +1,113 @@
+"""Every way in: OpenAI API, SGLang's frontend language, Engine, `sglang serve`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import openai
+import pytest
+import sglang as sgl
+
+from tests.e2e.client import Client
+from tests.e2e.conftest import ARGUMENTS, DRAFT, TARGET
+from tetris_sglang.server_process import ServerProcess
+
+
+def test_openai_completions_and_chat(plain, overlap, mixed_prompts):
+    answers = []
+    for server in (plain, overlap):
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+        completion = client.completions.create(model="default", prompt=mixed_prompts[1], max_tokens=24, temperature=0)
+        chat = client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": "Explain zip_longest"}],
+            max_tokens=24,
+            temperature=0,
+        )
+        stream = client.completions.create(
+            model="default", prompt=mixed_prompts[2], max_tokens=24, temperature=0, stream=True
+        )
+        streamed = "".join(chunk.choices[0].text for chunk in stream)
+        answers.append((completion.choices[0].text, chat.choices[0].message.content, streamed))
+    assert answers[0] == answers[1]
+    assert all(answers[0])
+
+
+@sgl.function
+def _program(s, text):
+    s += text + sgl.gen("first", max_tokens=12, temperature=0)
+    branches = s.fork(2)
+    for i, branch in enumerate(branches):
+        branch += f"\n# {i}" + sgl.gen("branch", max_tokens=8, temperature=0)
+    s += "\n" + branches[0]["branch"] + branches[1]["branch"]
+    s += "\nNumber: " + sgl.gen("number", regex=r"[0-9]{3}", temperature=0)
+
+
+@sgl.function
+def _choice(s, text):
+    s += text + sgl.select("choice", choices=["import", "class", "return"])
+
+
+def test_frontend_language(plain, overlap):
+    """gen, fork and regex; select where upstream's endpoint supports it."""
+    answers = []
+    for server in (plain, overlap):
+        backend = sgl.RuntimeEndpoint(server.url)
+        state = _program.run(text="def read(self):\n", backend=backend)
+        choice = _choice.run(text="x = 1\n    ", backend=backend)["choice"]
+        answers.append((state.text(), state["number"], choice))
+    assert answers[0] == answers[1]
+    assert answers[1][1].isdigit()
+
+
+def test_engine_takes_tetris_arguments(tmp_path, plain, mixed_prompts):
+    """sglang.Engine(speculative_tetris_...=...) in a process of its own."""
+    script = tmp_path / "engine.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import json
+            import sglang
+
+            def main():
+                engine = sglang.Engine(
+                    model_path={str(TARGET)!r}, dtype="float32", speculative_algorithm="TETRIS",
+                    speculative_draft_model_path={str(DRAFT)!r}, speculative_num_steps=4,
+                    speculative_tetris_capacity_tokens=6,
+                )
+                outputs = engine.generate({mixed_prompts[:4]!r}, dict(temperature=0, max_new_tokens=16))
+                state = engine.get_server_info()["internal_states"][0]["tetris"]
+                engine.shutdown()
+                print("RESULT" + json.dumps([[o["text"] for o in outputs], state]))
+
+            if __name__ == "__main__":
+                main()
+            """
+        )
+    )
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500)
+    result = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    assert result, run.stdout[-2000:] + run.stderr[-4000:]
+    texts, state = json.loads(result[0][6:])
+    assert texts == [o["text"] for o in plain.generate_all(mixed_prompts[:4], max_new_tokens=16)]
+    assert state["selected_tokens"] <= 6 * state["num_steps"]
+    assert state["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_sglang_serve_and_bfloat16(tmp_path, mixed_prompts, dtype):
+    """`sglang serve` with bfloat16 and another page size; the model's text stays recognisably itself."""
+    arguments = ["float32" if a == dtype else a for a in ARGUMENTS["overlap"]]
+    arguments[arguments.index("float32")] = dtype
+    log_path = tmp_path / "serve.log"
+    sglang_command = [str(Path(sys.executable).with_name("sglang")), "serve"]
+    with ServerProcess(arguments, log_path, entry_point=sglang_command, start_timeout_s=400) as server:
+        client = Client(server.url, log_path)
+        outputs = client.generate_all(mixed_prompts[:8], max_new_tokens=24, ignore_eos=True)
+        state = client.tetris_state()
+    assert all(o["meta_info"]["completion_tokens"] == 24 for o in outputs)
+    assert state["accepted_tokens"] > 0.3 * state["selected_tokens"]

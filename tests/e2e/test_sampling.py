@@ -1,0 +1,128 @@
+"""Sampled output is distributed exactly as the target's: servers against exact probabilities."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections import Counter
+
+import pytest
+import scipy.stats
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.client import Client
+from tests.e2e.conftest import ARGUMENTS, TARGET
+from tetris_sglang.server_process import ServerProcess
+
+NUM_TOKENS = 4
+NUM_SAMPLES = 1200
+# The filters overlap, so their order shows: upstream's verify renormalises after top-k and then applies top-p.
+PARAMS = {"temperature": 1.4, "top_k": 4, "top_p": 0.55, "min_p": 0.02}
+
+
+def filter_probs(logits: torch.Tensor) -> torch.Tensor:
+    """SGLang's joint filter (layers/sampler.py): top-p is measured on the unfiltered distribution."""
+    probs, order = torch.softmax(logits.double() / PARAMS["temperature"], dim=-1).sort(dim=-1, descending=True)
+    before = probs.cumsum(-1) - probs
+    keep = (torch.arange(probs.shape[-1]) < PARAMS["top_k"]) & (before <= PARAMS["top_p"])
+    keep &= probs >= probs[..., :1] * PARAMS["min_p"]
+    kept = torch.where(keep, probs, 0.0)
+    return torch.zeros_like(kept).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(prompts) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    return tokenizer.encode(next(p["text"] for p in prompts if p["kind"] == "prose" and len(p["text"]) > 120))
+
+
+@pytest.fixture(scope="module")
+def exact(prompt_ids) -> dict[tuple[int, ...], float]:
+    """Probability of every possible run of NUM_TOKENS tokens."""
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    runs = {(): 1.0}
+    for _ in range(NUM_TOKENS):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt_ids + list(run) for run in runs])).logits[:, -1]
+        probs = filter_probs(logits)
+        runs = {
+            (*run, token): probability * probs[row, token].item()
+            for row, (run, probability) in enumerate(runs.items())
+            for token in probs[row].nonzero().flatten().tolist()
+        }
+    assert sum(runs.values()) == pytest.approx(1.0)
+    assert len(runs) > 10, "the prompt leaves too little to chance"
+    return runs
+
+
+def draw(client: Client, prompt_ids: list[int]) -> Counter:
+    outputs = client.generate_all(
+        [prompt_ids] * (NUM_SAMPLES // 60), concurrency=4, n=60, max_new_tokens=NUM_TOKENS, ignore_eos=True, **PARAMS
+    )
+    return Counter(tuple(sample["output_ids"]) for sample in itertools.chain.from_iterable(outputs))
+
+
+def p_value(counts: Counter, exact: dict) -> float:
+    """Chi-square goodness of fit; cells expected fewer than 5 times are pooled. Impossible runs give 0."""
+    if set(counts) - set(exact):
+        return 0.0
+    total = counts.total()
+    large = [run for run, probability in exact.items() if probability * total >= 5]
+    expected = [exact[run] * total for run in large]
+    observed = [counts[run] for run in large]
+    rest = total - sum(expected)
+    if rest > 1e-6:
+        expected.append(rest)
+        observed.append(total - sum(observed))
+    return scipy.stats.chisquare(observed, expected).pvalue
+
+
+def test_the_measure_accepts_the_server_without_speculation(plain, prompt_ids, exact):
+    assert p_value(draw(plain, prompt_ids), exact) > 1e-4
+
+
+def test_sampled_output_has_the_targets_distribution(tetris, prompt_ids, exact):
+    before = tetris.tetris_state()["accepted_tokens"]
+    assert p_value(draw(tetris, prompt_ids), exact) > 1e-4
+    assert tetris.tetris_state()["accepted_tokens"] > before + 100, "nothing was accepted: nothing was tested"
+
+
+def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):
+    """The same server, with every selected draft accepted by a third plugin, fails the same test."""
+    (tmp_path / "broken_acceptance.py").write_text(
+        textwrap.dedent(
+            """
+            import sys
+
+            def load():
+                if "sglang.srt.managers.scheduler" not in sys.modules:
+                    return
+                from tetris_sglang.acceptance import AcceptResult
+                from tetris_sglang.runtime import worker
+
+                def accept_everything(candidates, target_tokens, draft_lens):
+                    bonus = target_tokens.gather(1, draft_lens.long().unsqueeze(1)).squeeze(1)
+                    return AcceptResult(draft_lens, bonus)
+
+                worker.accept_chain = accept_everything
+            """
+        )
+    )
+    dist_info = tmp_path / "broken_acceptance-0.1.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-acceptance\nVersion: 0.1\n")
+    (dist_info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbroken = broken_acceptance:load\n")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    log_path = tmp_path / "broken.log"
+    with ServerProcess(ARGUMENTS["overlap"], log_path, environment=environment, start_timeout_s=400) as server:
+        assert p_value(draw(Client(server.url, log_path), prompt_ids), exact) < 1e-6
+
+
+def test_mixed_batches_keep_greedy_requests_greedy(plain, tetris, mixed_prompts):
+    """Greedy and sampled requests in one batch: the greedy ones give the greedy text."""
+    each = [{} if i % 2 else PARAMS for i in range(16)]
+    expected = plain.generate_all(mixed_prompts[:16], max_new_tokens=40)
+    actual = tetris.generate_all(mixed_prompts[:16], each=each, max_new_tokens=40)
+    assert [o["text"] for o in actual[1::2]] == [o["text"] for o in expected[1::2]]
+    assert [o["text"] for o in actual[::2]] != [o["text"] for o in expected[::2]]
