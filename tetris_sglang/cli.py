@@ -28,7 +28,7 @@ def check(
 
     findings = find(context.args)
     print_json(findings) if as_json else print_table(findings)
-    raise typer.Exit(any(finding.status == "problem" for finding in findings))
+    raise typer.Exit(int(any(finding.status == "problem" for finding in findings)))
 
 
 @app.command()

@@ -80,7 +80,8 @@ class Setting:
         try:
             return self.parse(text)
         except ValueError as error:
-            reason = str(error) if str(error).startswith("must") else f"must be a {self.metavar.lower().replace('_', ' ')}"
+            kind = self.metavar.lower().replace("_", " ")
+            reason = str(error) if str(error).startswith("must") else f"must be a {kind}"
             raise ValueError(f"{given_as}={text!r}: {reason}. {self.help}") from None
 
 

@@ -6,10 +6,12 @@ check both against the installed release. The CPU platform keeps its own list (r
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import pkgutil
+import re
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Hook(NamedTuple):
@@ -52,6 +54,292 @@ HOOKS: tuple[Hook, ...] = (
         "AFTER",
         "TETRIS counters and phase times in /server_info",
         "an info callback on speculative workers",
+    ),
+)
+
+class Symbol(NamedTuple):
+    name: str
+    """Dotted name upstream."""
+    members: tuple[str, ...]
+    """Parameters of a function, or attributes and constructor arguments of a class."""
+    purpose: str
+
+
+_SRT = "sglang.srt."
+_SPEC = _SRT + "speculative."
+_FORWARD = _SRT + "model_executor."
+_BAG = _SRT + "arg_groups.fields."
+
+SYMBOLS: tuple[Symbol, ...] = (
+    # -- registration and arguments
+    Symbol(_SRT + "plugins.hook_registry.HookRegistry", ("register", "_patched"), "hooks, and proof that they landed"),
+    Symbol(_SRT + "plugins.hook_registry.HookType", ("BEFORE", "AFTER"), "kinds of hooks"),
+    Symbol(_SPEC + "spec_info.SpeculativeAlgorithm", ("create_future_map", "from_string", "register"), "the registry"),
+    Symbol(
+        _SPEC + "spec_info.SpeculativeAlgorithm.register",
+        ("name", "supports_overlap", "spec_class"),
+        "registers TETRIS",
+    ),
+    Symbol(
+        _SPEC + "spec_registry.CustomSpecAlgo",
+        (
+            "handle_server_args",
+            "is_standalone",
+            "supports_grammar_overlap",
+            "supports_overlap",
+            "supports_ragged_verify",
+        ),
+        "what SGLang asks of a registered algorithm",
+    ),
+    Symbol(_SPEC + "spec_registry.get_spec", ("name",), "whether TETRIS is registered"),
+    Symbol(_SRT + "arg_groups.overrides.resolving_view", ("server_args",), "arguments while they are resolved"),
+    Symbol(_SRT + "arg_groups.resolution_hooks.register_resolution_hook", ("name",), "validation before loading"),
+    Symbol(_SRT + "arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",), "the step validated"),
+    Symbol(_SRT + "entrypoints.engine.Engine", ("server_args_class",), "speculative_tetris_* arguments of Engine"),
+    Symbol(_SRT + "runtime_context.get_device", (), "resolved configuration"),
+    Symbol(_SRT + "runtime_context.get_schedule", (), "resolved configuration"),
+    Symbol(_SRT + "runtime_context.get_spec", (), "resolved configuration"),
+    Symbol(_SRT + "runtime_context.get_observability", (), "resolved configuration"),
+    Symbol(_BAG + "device.Device", ("device",), "get_device()"),
+    Symbol(_BAG + "schedule.Schedule", ("page_size",), "get_schedule()"),
+    Symbol(_BAG + "observability.Observability", ("enable_metrics",), "get_observability()"),
+    Symbol(
+        _BAG + "spec.Spec",
+        ("speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens"),
+        "get_spec()",
+    ),
+    # -- requests and results
+    Symbol(
+        _SRT + "managers.io_struct.GenerateReqInput",
+        (
+            "sampling_params",
+            "lora_path",
+            "custom_logit_processor",
+            "return_hidden_states",
+            "input_embeds",
+            "image_data",
+            "video_data",
+            "audio_data",
+            "return_sampling_mask",
+        ),
+        "requests are refused by these fields",
+    ),
+    Symbol(
+        _SRT + "sampling.sampling_params.SamplingParams",
+        (
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "beam_width",
+            "min_new_tokens",
+            "stop_token_ids",
+        ),
+        "requests are refused, and stop tokens masked, by these fields",
+    ),
+    Symbol(_SRT + "managers.io_struct.BatchStrOutput", ("spec_num_cap_tokens",), "selected tokens of a request"),
+    Symbol(_SRT + "managers.io_struct.BatchTokenIDOutput", ("spec_num_cap_tokens",), "selected tokens of a request"),
+    Symbol(
+        _SRT + "managers.schedule_batch.Req",
+        ("origin_input_ids", "sampling_params", "tokenizer", "eos_token_ids"),
+        "min_new_tokens per verified row",
+    ),
+    Symbol(
+        _SRT + "managers.schedule_batch.ScheduleBatch",
+        (
+            "extend_lens",
+            "extend_num_tokens",
+            "forward_mode",
+            "has_grammar",
+            "input_ids",
+            "is_extend_in_batch",
+            "out_cache_loc",
+            "prefix_lens",
+            "req_pool_indices",
+            "req_to_token_pool",
+            "reqs",
+            "return_logprob",
+            "sampling_info",
+            "seq_lens",
+            "seq_lens_cpu",
+            "seq_lens_sum",
+            "spec_info",
+        ),
+        "the batch of a step",
+    ),
+    Symbol(
+        _SRT + "managers.utils.GenerationBatchResult",
+        (
+            "logits_output",
+            "next_token_ids",
+            "speculative_num_draft_tokens",
+            "next_draft_input",
+            "accept_lens",
+            "cap_lens",
+            "new_seq_lens",
+            "can_run_cuda_graph",
+            "routed_experts_output",
+            "indexer_topk_output",
+            "extra_keep_alive_refs",
+            "kv_loc_plan",
+        ),
+        "the result of a step",
+    ),
+    # -- forward passes
+    Symbol(
+        _FORWARD + "forward_batch_info.ForwardBatch.init_new",
+        ("batch", "model_runner", "capture_hidden_mode", "return_hidden_states_before_norm", "kv_loc_plan"),
+        "every forward pass of draft and target",
+    ),
+    Symbol(
+        _FORWARD + "forward_batch_info.ForwardBatch",
+        (
+            "extend_seq_lens_cpu",
+            "input_ids",
+            "mark_forward_metadata_ready",
+            "out_cache_loc",
+            "positions",
+            "return_logprob",
+            "seq_lens",
+            "seq_lens_cpu",
+            "seq_lens_sum",
+        ),
+        "set between the draft's passes",
+    ),
+    Symbol(_FORWARD + "forward_batch_info.CaptureHiddenMode", ("NULL",), "no hidden states are kept"),
+    Symbol(
+        _FORWARD + "forward_batch_info.ForwardMode",
+        ("DECODE", "DRAFT_EXTEND_V2", "TARGET_VERIFY", "is_extend"),
+        "kinds of passes",
+    ),
+    Symbol(_FORWARD + "forward_context.ForwardContext", ("attn_backend",), "one attention backend per draft pass"),
+    Symbol(_FORWARD + "forward_context.forward_context", ("ctx", "forward_batch"), "one backend per draft pass"),
+    Symbol(_FORWARD + "model_runner.ModelRunner", ("attn_backend", "forward", "model_config", "sampler"), "both models"),
+    Symbol(_FORWARD + "model_runner.ModelRunner.forward", ("forward_batch",), "the draft's passes"),
+    Symbol(
+        _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
+        ("batch", "forward_batch", "is_verify", "capture_hidden_mode", "return_kv_loc_plan"),
+        "the target's passes",
+    ),
+    # -- speculation
+    Symbol(
+        _SPEC + "base_spec_worker.BaseSpecWorker",
+        (
+            "draft_worker",
+            "target_worker",
+            "_draft_worker",
+            "_target_worker",
+            "on_verify_complete_cpu",
+            "spec_v2_attn_backends",
+        ),
+        "what SGLang asks of a speculative worker",
+    ),
+    Symbol(
+        _SPEC + "standalone_worker_v2.StandaloneDraftWorker",
+        (
+            "draft_attn_backend",
+            "draft_extend_attn_backend",
+            "draft_runner",
+            "parallel_layout",
+            "req_to_token_pool",
+            "speculative_num_steps",
+        ),
+        "loads the draft model and its attention backends",
+    ),
+    Symbol(
+        _SPEC + "standalone_worker_v2.StandaloneWorkerV2._validate_vocab_compatibility",
+        ("target_vocab_size", "target_tokenizer"),
+        "draft and target share a vocabulary",
+    ),
+    Symbol(
+        _SPEC + "eagle_info.EagleDraftInput",
+        (
+            "topk_p",
+            "topk_index",
+            "bonus_tokens",
+            "num_tokens_per_req",
+            "num_tokens_for_logprob_per_req",
+            "capture_hidden_mode",
+        ),
+        "what one step hands to the next",
+    ),
+    Symbol(
+        _SPEC + "eagle_info.EagleDraftExtendInput",
+        (
+            "num_tokens_per_req",
+            "num_tokens_for_logprob_per_req",
+            "positions",
+            "select_index",
+            "capture_hidden_mode",
+        ),
+        "the draft's passes of several tokens",
+    ),
+    Symbol(
+        _SPEC + "eagle_info.EagleVerifyInput",
+        (
+            "draft_token",
+            "custom_mask",
+            "positions",
+            "retrieve_index",
+            "retrieve_next_token",
+            "retrieve_next_sibling",
+            "retrieve_cum_len",
+            "spec_steps",
+            "topk",
+            "draft_token_num",
+            "capture_hidden_mode",
+            "seq_lens_sum",
+            "seq_lens_cpu",
+        ),
+        "the target's ragged pass",
+    ),
+    Symbol(
+        _SPEC + "ragged_verify.RaggedVerifyLayout",
+        ("verify_lens", "graph_num_tokens", "extend_start_loc", "qo_indptr_device"),
+        "the target's ragged pass",
+    ),
+    Symbol(_SPEC + "spec_utils.draft_tp_context", ("layout",), "the draft's own tensor-parallel group"),
+    # -- logits and sampling
+    Symbol(
+        _SRT + "layers.sampler.Sampler.forward",
+        ("logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions"),
+        "draws the target's tokens",
+    ),
+    Symbol(_SRT + "layers.logits_processor.LogitsProcessorOutput", ("next_token_logits",), "the target's logits"),
+    Symbol(
+        _SRT + "layers.logprob_processor.compute_spec_logprobs",
+        ("batch", "logits_output", "predict", "chain_stride"),
+        "output logprobs",
+    ),
+    Symbol(
+        _SRT + "sampling.sampling_batch_info.SamplingBatchInfo",
+        (
+            "acc_additive_penalties",
+            "acc_scaling_penalties",
+            "grammars",
+            "logit_bias",
+            "min_ps",
+            "sampling_seed",
+            "temperatures",
+            "top_ks",
+            "top_ps",
+        ),
+        "sampling parameters, repeated for every verified row",
+    ),
+    Symbol(
+        _SPEC + "spec_utils.build_grammar_vocab_mask",
+        ("reqs", "tree", "sampling_info", "device", "barrier"),
+        "grammar masks over the drafted chains",
+    ),
+    Symbol(_SPEC + "spec_utils.GrammarTree", ("from_linear_chain",), "grammar masks over the drafted chains"),
+    Symbol(
+        _SRT + "constrained.base_grammar_backend.GrammarMask",
+        ("vocab_mask", "apply", "_replace"),
+        "grammar masks cut down to the verified rows",
+    ),
+    Symbol(
+        _SRT + "sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer",
+        (),
+        "defines which stop tokens min_new_tokens forbids (runtime/logits.py does the same)",
     ),
 )
 
@@ -103,3 +391,35 @@ def verify_landed() -> None:
         )
     if cpu.is_active():
         cpu.verify_landed()
+
+
+def find_missing_symbols() -> list[str]:
+    """What the installed SGLang lacks of `HOOKS` and `SYMBOLS`, each with what it is for."""
+    missing = []
+    for name, members, purpose in [(hook.target, (), hook.purpose) for hook in HOOKS] + list(SYMBOLS):
+        try:
+            symbol = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.append(f"{name} ({purpose})")
+            continue
+        missing += [f"{name}: {member} ({purpose})" for member in members if member not in _members(symbol)]
+    return missing
+
+
+def _members(symbol: Any) -> set[str]:
+    """Parameters of a function; of a class its attributes, its fields and what its methods use of self."""
+    if not inspect.isclass(symbol):
+        return set(inspect.signature(symbol).parameters)
+    members: set[str] = set()
+    for base in symbol.__mro__[:-1]:
+        members |= {*vars(base), *inspect.get_annotations(base)}
+        if base.__module__.startswith("sglang."):
+            members |= set(re.findall(r"\bself\.(\w+)", _source(base)))
+    return members
+
+
+def _source(class_: type) -> str:
+    try:
+        return inspect.getsource(class_)
+    except (OSError, TypeError):  # generated, e.g. by msgspec.defstruct
+        return ""
