@@ -184,11 +184,13 @@ def name_cpu() -> str:
 def name_commit() -> str | None:
     """The checkout's commit, `-dirty` if what is timed differs from it; None outside a checkout."""
     git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    head = subprocess.run(
+        [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    )
     if head.returncode != 0:
         return None
     timed = ["tetris_sglang/selection", "benchmarks/bench_selection.py"]
-    clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *timed]).returncode == 0
+    clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *timed], check=False).returncode == 0
     return head.stdout.strip() + ("" if clean else "-dirty")
 
 

@@ -14,16 +14,16 @@ from tetris_sglang.selection import select_prefixes, select_uniform, survival_fr
 
 # A prompt's end, what a draft model might add, and the probability it might give to a token.
 EXAMPLES = (
-    ("for i in", " range ( len ( xs ) ) :".split(), 0.95),
-    ("The best film", "I have ever seen was about a man".split(), 0.52),
-    ("SELECT *", "FROM users WHERE id = ? LIMIT 1".split(), 0.86),
-    ("Her name was", "Anna and she lived near the cold sea".split(), 0.40),
-    ("2, 4, 8, 16,", "32 , 64 , 128 , 256 ,".split(), 0.90),
-    ("Dear Sir or", "Madam , I am writing to you about".split(), 0.78),
-    ("To be or", "not to be , that is the question".split(), 0.88),
-    ("I dreamt of", "a city made of blue glass that sang".split(), 0.34),
+    ("for i in", " range ( len ( xs ) ) :", 0.95),
+    ("The best film", "I have ever seen was about a man", 0.52),
+    ("SELECT *", "FROM users WHERE id = ? LIMIT 1", 0.86),
+    ("Her name was", "Anna and she lived near the cold sea", 0.40),
+    ("2, 4, 8, 16,", "32 , 64 , 128 , 256 ,", 0.90),
+    ("Dear Sir or", "Madam , I am writing to you about", 0.78),
+    ("To be or", "not to be , that is the question", 0.88),
+    ("I dreamt of", "a city made of blue glass that sang", 0.34),
 )
-MAX_DEPTH = min(len(tokens) for _, tokens, _ in EXAMPLES)
+MAX_DEPTH = min(len(continuation.split()) for _, continuation, _ in EXAMPLES)
 
 
 def explain(
@@ -58,7 +58,7 @@ def explain(
         capacity_tokens,
         console,
         prompts=[prompt for prompt, _, _ in examples],
-        tokens=[tokens[:max_draft] for _, tokens, _ in examples],
+        tokens=[continuation.split()[:max_draft] for _, continuation, _ in examples],
     )
 
 
