@@ -268,24 +268,43 @@ class RunFailed(RuntimeError):
     """A run of an arm did not complete; says why."""
 
 
-def write_dataset(prompts: Path, out: Path) -> list[str]:
-    """Write the pair's prompts as `--dataset-name custom` reads them; returns the texts."""
-    texts = [json.loads(line)["text"] for line in prompts.read_text().splitlines() if line.strip()]
+def read_prompts(path: Path) -> list[str]:
+    """Texts of every kind in turn, so that any run of consecutive ones is mixed alike."""
+    kinds: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines():
+        prompt = json.loads(line)
+        kinds.setdefault(prompt.get("kind", ""), []).append(prompt["text"])
+    return [text for in_turn in zip(*kinds.values(), strict=False) for text in in_turn]
+
+
+def take_prompts(texts: Sequence[str], count: int, repeat: int) -> list[str]:
+    """Another `count` prompts for every repeat, from the start again when they run out."""
+    return [texts[(repeat * count + i) % len(texts)] for i in range(count)]
+
+
+def write_dataset(texts: Sequence[str], out: Path) -> Path:
+    """Write prompts as `--dataset-name custom` reads them."""
     with out.open("w") as file:
         for text in texts:
             turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
             file.write(json.dumps({"conversations": turns}) + "\n")
-    return texts
+    return out
 
 
 def bench_serving_arguments(
-    url: str, dataset: Path, settings: Settings, concurrency: int, temperature: float, output_file: Path
+    url: str,
+    dataset: Path,
+    num_prompts: int,
+    settings: Settings,
+    concurrency: int,
+    temperature: float,
+    output_file: Path,
 ) -> list[str]:
     """The arguments of `python -m sglang.bench_serving`. It shuffles with its seed: the same order for every arm."""
     return [
         *("--backend", "sglang", "--base-url", url),
         *("--dataset-name", "custom", "--dataset-path", str(dataset), "--seed", str(settings.seed)),
-        *("--num-prompts", str(settings.num_prompts(concurrency)), "--max-concurrency", str(concurrency)),
+        *("--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency)),
         *("--sharegpt-output-len", str(settings.output_len), "--temperature", str(temperature)),
         *("--warmup-requests", "0", "--disable-tqdm", "--output-details", "--output-file", str(output_file)),
     ]
@@ -314,12 +333,7 @@ def run_bench_serving(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def measure(
-    server: LiveServer,
-    dataset: Path,
-    warm_up_texts: Sequence[str],
-    settings: Settings,
-    concurrency: int,
-    temperature: float,
+    server: LiveServer, texts: Sequence[str], settings: Settings, concurrency: int, temperature: float
 ) -> serving_report.Sample:
     """One run of one arm, alone on the machine but for the frozen servers.
 
@@ -331,27 +345,22 @@ def measure(
     try:
         try:
             # Wakes the server and brings its weights back into the caches.
-            generate(process.url, warm_up_texts, concurrency=1, max_new_tokens=8)
+            generate(process.url, texts[:1], concurrency=1, max_new_tokens=8)
             flush_cache(process.url)
             before, num_records = read_step_counts(process.url), len(server.read_records())
-            result = run_bench_serving(
-                bench_serving_arguments(
-                    process.url,
-                    dataset,
-                    settings,
-                    concurrency,
-                    temperature,
-                    server.records_folder / "result.jsonl",
-                )
+            folder = server.records_folder
+            dataset = write_dataset(texts, folder / "prompts.jsonl")
+            arguments = bench_serving_arguments(
+                process.url, dataset, len(texts), settings, concurrency, temperature, folder / "result.jsonl"
             )
+            result = run_bench_serving(arguments)
             steps = read_step_counts(process.url).since(before)
         except OSError as error:
             raise RunFailed(f"{error!r}; the server's log ends with\n{process.log_tail(5)}") from error
-        num_prompts = settings.num_prompts(concurrency)
-        if result["completed"] != num_prompts:
+        if result["completed"] != len(texts):
             reason = next((error for error in result["errors"] if error), "no reason given")
-            raise RunFailed(f"{result['completed']} of {num_prompts} requests completed: {reason[-300:]}")
-        records = server.wait_for_records(num_records + num_prompts)[num_records:]
+            raise RunFailed(f"{result['completed']} of {len(texts)} requests completed: {reason[-300:]}")
+        records = server.wait_for_records(num_records + len(texts))[num_records:]
     finally:
         if process.is_running:
             process.pause()
@@ -387,8 +396,7 @@ class Bench:
         self, settings: Settings, file: ResultsFile, target: Path, draft: Path, prompts: Path, folder: Path
     ):
         self.settings, self.file, self.target, self.draft, self.folder = settings, file, target, draft, folder
-        self.dataset = folder / "prompts.jsonl"
-        self.texts = write_dataset(prompts, self.dataset)
+        self.texts = read_prompts(prompts)
         needed = max(map(settings.num_prompts, settings.concurrency))
         if len(self.texts) < needed:
             raise ValueError(
@@ -446,10 +454,9 @@ class Bench:
         temperature: float,
         concurrency: int,
     ) -> None:
+        texts = take_prompts(self.texts, self.settings.num_prompts(concurrency), repeat)
         try:
-            sample = measure(
-                servers[arm], self.dataset, self.texts[:1], self.settings, concurrency, temperature
-            )
+            sample = measure(servers[arm], texts, self.settings, concurrency, temperature)
         except RunFailed as error:
             if arm.family == REFERENCE:
                 raise
@@ -614,7 +621,7 @@ def main(
         with _terminated_as_interrupt(), tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
             target = ensure_inflated(pair / "target", settings.shape)
             bench = Bench(settings, file, target, pair / "draft", pair / "prompts.jsonl", Path(folder))
-            arguments = bench_serving_arguments("URL", bench.dataset, settings, 1, 0.0, Path("FILE"))
+            arguments = bench_serving_arguments("URL", Path("PROMPTS"), 4, settings, 1, 0.0, Path("FILE"))
             console.print(
                 f"load: python -m sglang.bench_serving {shlex.join(arguments)}",
                 soft_wrap=True,

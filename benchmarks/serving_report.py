@@ -14,6 +14,7 @@ from statistics import mean, median
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -36,7 +37,7 @@ class Ratio(NamedTuple):
 
     @property
     def loses(self) -> bool:
-        return self.median < 1
+        return round(self.median, 2) < 1  # as printed
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f}..{self.high:.2f})"
@@ -228,14 +229,24 @@ _COLUMNS = (
     "E2E p99",
     "accept length",
     "success rate",
-    "verified per request-step",
+    "verified per step",
     "rows per pass",
     "same text",
 )
+# What fits into a terminal of 80 columns; the Markdown has them all.
+_SHORT = {
+    "arm": "arm",
+    "output tok/s": "output tok/s",
+    "E2E p50": "E2E\np50",
+    "accept length": "accept\nlength",
+    "success rate": "success\nrate",
+    "verified per step": "verified\nper step",
+    "same text": "same\ntext",
+}
 _CAPTION = (
     "Ratios to no speculation, median (smallest..largest) over paired repeats; throughput above 1 wins, latency "
     "below 1 wins. Accept length: tokens emitted per request and step, bonus included. Success rate: accepted of "
-    "verified drafts. Verified per request-step: target rows per request and step, root included."
+    "verified drafts. Verified per step: target rows per request and step, root included."
 )
 
 
@@ -274,14 +285,16 @@ def _tables(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:
 def print_tables(results: Results, console: Console) -> None:
     cells = build_cells(results["samples"])
     for title, rows in _tables(cells):
-        table = Table(title=title, title_justify="left")
-        for number, column in enumerate(_COLUMNS):
-            table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number < 2)
+        table = Table(
+            title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+        )
+        for header in _SHORT.values():
+            table.add_column(header, justify="left" if header == "arm" else "right", no_wrap=True)
         for cell in rows:
             is_reference = cell.arm == REFERENCE
             colour = "dim" if is_reference else "red" if cell.throughput.loses else "green"
-            first, throughput, *rest = _row(cell)
-            table.add_row(first, Text(throughput, style=colour), *rest)
+            shown = dict(zip(_COLUMNS, _row(cell), strict=True))
+            table.add_row(*(Text(shown[c], style=colour if c == "output tok/s" else "") for c in _SHORT))
         console.print(table)
     console.print(_CAPTION, style="dim")
     _print_phases(cells, console)
@@ -296,12 +309,19 @@ def _print_phases(cells: Sequence[Cell], console: Console) -> None:
     timed = [c for c in cells if c.phase_ms]
     if not timed:
         return
-    table = Table(title=f"where a step's time goes ({PHASE_MEANING})", title_justify="left")
+    table = Table(
+        title="where a step's time goes",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for column in ("arm", "concurrency", *PHASES):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for cell in timed:
         table.add_row(cell.arm, str(cell.concurrency), *(f"{share:.1%}" for share in _shares(cell)))
     console.print(table)
+    console.print(PHASE_MEANING, style="dim")
 
 
 def _shares(cell: Cell) -> list[float]:
@@ -430,7 +450,7 @@ def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
         ylabel="accepted / verified drafts",
         title=f"verification success rate, concurrency {concurrency}",
     )
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xticks(sorted({k for points in series.values() for k, _ in points}))
     axis.legend(fontsize=7)
 
 
@@ -446,7 +466,7 @@ def _plot_phases(axis, cells: Sequence[Cell]) -> None:
         axis.bar(labels, heights, bottom=bottoms, label=phase)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axis.tick_params(axis="x", labelrotation=90, labelsize=7)
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=7, loc="lower right", framealpha=0.9)
 
 
 def write_reports(results: Results, json_path: Path) -> list[Path]:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import openai
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -107,15 +109,17 @@ def _run(
             for name, arguments in (("no speculation", plain), ("TETRIS", speculative))
         }
         for name, arguments in (("no speculation", plain), ("TETRIS", speculative)):
-            command = ["python", "-m", "sglang.launch_server", *map(_shorten, arguments)]
+            command = [sys.executable, "-m", "sglang.launch_server", *arguments]
             console.print(f"[bold]{name}[/]", highlight=False)
-            console.print(f"  {shlex.join(command)}", soft_wrap=True, highlight=False, markup=False)
+            console.print(
+                "  " + " ".join(map(_shorten, command)), soft_wrap=True, highlight=False, markup=False
+            )
         _start(servers, stack, prompts, console)
 
         console.rule("3. TETRIS through the OpenAI API")
         console.print(
-            "Text that arrives in one colour came out of one pass of the target over all running requests: the "
-            "accepted drafts and one token of its own.\n",
+            "Each piece (one colour, or between two bars) came out of one pass of the target: the accepted drafts and "
+            "one token of its own.\n",
             highlight=False,
         )
         with _awake(servers["TETRIS"]) as server:
@@ -164,17 +168,18 @@ def _inflate(small: Path, shape: str) -> Path:
         raise FileNotFoundError(f"{script} is missing: run the demo from a clone of the repository.")
     spec = importlib.util.spec_from_file_location("inflate_model", script)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module.ensure_inflated(small, shape)
 
 
-def _shorten(path: Path | str) -> str:
-    """A path as a user would type it here: relative, or from the home folder."""
-    text = str(path)
+def _shorten(argument: Path | str) -> str:
+    """An argument as one would type it in a shell here: paths relative, or from the home folder."""
+    text = str(argument)
     for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
         if text.startswith(f"{base}{os.sep}"):
-            return prefix + text[len(str(base)) + 1 :]
-    return text
+            return prefix + shlex.quote(text[len(str(base)) + 1 :])
+    return shlex.quote(text)
 
 
 # -- the servers ----------------------------------------------------------------------------------------------------
@@ -223,12 +228,13 @@ def _stream_completion(client: openai.OpenAI, prompt: str, console: Console) -> 
     stream = client.completions.create(
         model="default", prompt=prompt, max_tokens=_STREAMED_TOKENS, temperature=0, stream=True
     )
-    num_chunks = 0
+    bar = "" if console.color_system else "|"
+    num_pieces = 0
     for chunk in stream:
         if chunk.choices and (text := chunk.choices[0].text):
-            console.print(Text(text, style=_STEP_STYLES[num_chunks % 2]), end="", soft_wrap=True)
-            num_chunks += 1
-    console.print("\n")
+            console.print(Text(bar + text, style=_STEP_STYLES[num_pieces % 2]), end="", soft_wrap=True)
+            num_pieces += 1
+    console.print(f"\n({_STREAMED_TOKENS} tokens in {num_pieces} pieces)\n", style="dim", highlight=False)
 
 
 def _chat(client: openai.OpenAI, console: Console) -> None:
@@ -283,16 +289,19 @@ def _measure(server: ServerProcess, prompts: Sequence[str], concurrency: int) ->
 
 def _report(runs: dict[tuple[str, int], list[Run]], console: Console) -> tuple[int, int]:
     """Print the table; returns how many outputs are equal, of how many."""
-    table = Table(title="TETRIS against no speculation", title_justify="left")
-    for column in (
+    table = Table(
+        title="TETRIS against no speculation", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    columns = (
         "concurrency",
-        "tokens/s ratio (spread)",
+        "tokens/s ratio",
         "accept length",
         "success rate",
         "verified per step",
         "same text",
-    ):
-        table.add_column(column, justify="right")
+    )
+    for column in columns:
+        table.add_column(column.replace(" ", "\n", 1), justify="right", no_wrap=True)
     identical = total = 0
     for concurrency in CONCURRENCIES:
         plain, tetris = runs["no speculation", concurrency], runs["TETRIS", concurrency]
@@ -305,8 +314,9 @@ def _report(runs: dict[tuple[str, int], list[Run]], console: Console) -> tuple[i
         table.add_row(
             str(concurrency),
             Text(
-                f"{ratio:.2f} ({min(ratios):.2f}..{max(ratios):.2f})" + (" loses" if ratio < 1 else ""),
-                style="red" if ratio < 1 else "green",
+                f"{ratio:.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+                + (" loses" if round(ratio, 2) < 1 else ""),
+                style="red" if round(ratio, 2) < 1 else "green",
             ),
             f"{counts.accept_length:.2f}",
             f"{counts.success_rate:.0%}",

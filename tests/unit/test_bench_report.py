@@ -3,7 +3,7 @@
 import io
 import json
 import sys
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -359,17 +359,25 @@ def test_step_counts_since_an_earlier_reading_undo_the_running_means():
     assert after.since(before).rows_per_step == 10
 
 
+def test_every_repeat_takes_other_prompts_of_every_kind(tmp_path):
+    kinds = ("code", "prose", "chat")
+    lines = [json.dumps({"kind": kind, "text": f"{kind} {i}"}) for kind in kinds for i in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    texts = bench.read_prompts(tmp_path / "prompts.jsonl")
+    repeats = [bench.take_prompts(texts, 3, repeat) for repeat in range(5)]
+    assert repeats[0] == ["code 0", "prose 0", "chat 0"] and repeats[1] == ["code 1", "prose 1", "chat 1"]
+    assert sorted(chain(*repeats[:4])) == sorted(texts) and repeats[4] == repeats[0]
+
+
 def test_the_dataset_is_one_that_sglang_bench_serving_reads(tmp_path):
     from sglang.benchmark.datasets.custom import sample_custom_requests
-
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"text": f"def f{i}():\n"}) + "\n" for i in range(5)))
-    texts = bench.write_dataset(prompts, tmp_path / "dataset.jsonl")
 
     class Tokenizer:
         def encode(self, text):
             return list(text)
 
-    rows = sample_custom_requests(str(tmp_path / "dataset.jsonl"), 5, Tokenizer(), fixed_output_len=64)
+    texts = [f"def f{i}():\n" for i in range(5)]
+    dataset = bench.write_dataset(texts, tmp_path / "dataset.jsonl")
+    rows = sample_custom_requests(str(dataset), 5, Tokenizer(), fixed_output_len=64)
     assert sorted(row.prompt for row in rows) == texts
     assert {row.output_len for row in rows} == {64}
