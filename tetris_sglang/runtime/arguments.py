@@ -123,7 +123,7 @@ def validate_server_args(args) -> None:
     Raises:
         ValueError: naming the flag, the value and the way out.
     """
-    _validate_device(args.device)
+    validate_device(args.device)
     for item in UNSUPPORTED:
         if item.is_given(args):
             raise ValueError(
@@ -140,8 +140,8 @@ def validate_server_args(args) -> None:
     _validate_models(args)
 
 
-def _validate_device(device: str | None) -> None:
-    """Args: device: as given or resolved; None is what SGLang would choose by itself."""
+def validate_device(device: str | None) -> None:
+    """Refuse a device that TETRIS cannot serve on; None is what SGLang would choose by itself."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu":
