@@ -8,6 +8,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from tetris_sglang.runtime.arguments import resolve_server_args, validate_server_args
+from tetris_sglang.runtime.inventory import verify_landed
 
 NAME = "TETRIS"
 
@@ -38,6 +39,8 @@ class TetrisAlgorithm(CustomSpecAlgo):
         return SpeculativeAlgorithm.create_future_map(self, *args, **kwargs)
 
     def handle_server_args(self, server_args) -> None:
+        # Here for the process that parses arguments and validates requests; the worker checks the scheduler's.
+        verify_landed()
         resolve_server_args(server_args)
 
 
