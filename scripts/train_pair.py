@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Train the model pair that tests, demo and benchmarks run on: a small Llama target and a draft distilled from it.
+"""Train the model pair that everything here runs on: a small Llama target, and a draft distilled from it.
 
     python scripts/train_pair.py train --preset full --work-dir pair-work --out benchmarks/pair
     python scripts/train_pair.py train --preset full --work-dir pair-work --out benchmarks/pair --resume
     python scripts/train_pair.py card --out benchmarks/pair
 
-The text is what every machine with Python has: the standard library's sources, its documentation strings and the
-language reference inside `pydoc_data`. Stages, each resumable: corpus and tokenizer -> target -> target-written
-text -> draft -> prompts, metrics and model card. What is published loads with `transformers` and with SGLang.
+The text is what every machine with Python has: the standard library's sources, its documentation strings and
+the language reference inside `pydoc_data`. Stages, each resumable: corpus, tokenizer and prompts -> target ->
+target-written text -> draft -> metrics and model card. The result loads with `transformers` and with SGLang.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-PAD, BOS, EOS, IM_START, IM_END = SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+PAD, BOS, EOS, IM_START, IM_END = SPECIAL_TOKENS = (
+    "<|pad|>",
+    "<|bos|>",
+    "<|eos|>",
+    "<|im_start|>",
+    "<|im_end|>",
+)
 PAD_ID, BOS_ID, EOS_ID, IM_START_ID, IM_END_ID = range(len(SPECIAL_TOKENS))
 STOP_IDS = [EOS_ID, IM_END_ID]
 CHAT_TEMPLATE = (
@@ -77,10 +83,10 @@ class Preset:
     batch_tokens: int = 4096
     context_tokens: int = 512
     long_context_tokens: int = 1024  # the last fifth of the steps, so that positions up to here are trained
-    target_steps: int = 800
-    draft_steps: int = 700
-    written_sequences: int = 1280  # continuations the target writes for the draft to learn from
-    written_tokens: int = 192
+    target_steps: int = 500
+    draft_steps: int = 600
+    written_sequences: int = 1024  # continuations the target writes for the draft to learn from
+    written_tokens: int = 128
     prompts: int = 160
     measured_tokens: int = 96
     seed: int = 20250215
@@ -91,7 +97,12 @@ _DRAFT = Shape(hidden=128, layers=1, heads=2, kv_heads=1, intermediate=384)
 PRESETS = {
     "full": Preset(target=_TARGET, draft=_DRAFT),
     "quick": Preset(
-        target=_TARGET, draft=_DRAFT, target_steps=100, draft_steps=90, written_sequences=128, written_tokens=64
+        target=_TARGET,
+        draft=_DRAFT,
+        target_steps=100,
+        draft_steps=90,
+        written_sequences=128,
+        written_tokens=64,
     ),
     "tiny": Preset(
         target=Shape(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=176),
@@ -112,7 +123,7 @@ PRESETS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- corpus
+# ---------------------------------------------------------------------------------------------------- corpus
 
 
 class Document(NamedTuple):
@@ -122,8 +133,18 @@ class Document(NamedTuple):
     turns: tuple[str, str] | None = None  # (user, assistant) of a chat document
 
 
-# Test folders differ between distributions of Python; tables of characters are not text; build records name a machine.
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
+# Test folders differ between distributions of Python, tables of characters are not text, and build records
+# name a machine.
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 _SKIPPED_FILES = re.compile(r"(^|/)(config-|_sysconfigdata|__phello__)|html/entities\.py$|\.pyc$")
 
 
@@ -194,16 +215,25 @@ def _documents_of_builtins() -> Iterator[Document]:
         for name, value in sorted(vars(module).items()):
             members = [(f"{module_name}.{name}", value)]
             if inspect.isclass(value):
-                members += [(f"{module_name}.{name}.{n}", v) for n, v in sorted(vars(value).items()) if n[0] != "_"]
+                members += [
+                    (f"{module_name}.{name}.{n}", v) for n, v in sorted(vars(value).items()) if n[0] != "_"
+                ]
             for qualified, member in members:
                 documentation = getattr(member, "__doc__", None)
-                if name[0] != "_" and callable(member) and isinstance(documentation, str) and len(documentation) > 20:
+                if (
+                    name[0] != "_"
+                    and callable(member)
+                    and isinstance(documentation, str)
+                    and len(documentation) > 20
+                ):
                     qualified = qualified.removeprefix("builtins.")
-                    yield _chat(source, _pick(_EXPLAIN, qualified).format(qualified), inspect.cleandoc(documentation))
+                    yield _chat(
+                        source, _pick(_EXPLAIN, qualified).format(qualified), inspect.cleandoc(documentation)
+                    )
 
 
 def _repetitive(documents: list[Document], rng: random.Random) -> Iterator[Document]:
-    """Blocks of a few lines written again and again; teaches copying, which small models otherwise learn late."""
+    """Blocks of a few lines written again and again: teaches copying, which small models learn late."""
     for document in documents:
         if document.kind != "code":
             continue
@@ -246,7 +276,9 @@ def collect_documents(max_bytes: int | None, seed: int) -> list[Document]:
         new = list(_documents_of_file(path, source))
         taken_bytes += sum(len(d.text) for d in new)
         documents += new
-    documents += [Document(f"pydoc_data/topics:{name}", "prose", text) for name, text in sorted(topics.items())]
+    documents += [
+        Document(f"pydoc_data/topics:{name}", "prose", text) for name, text in sorted(topics.items())
+    ]
     if max_bytes is None:
         documents += _documents_of_builtins()
     documents += _repetitive(documents, rng)
@@ -254,7 +286,7 @@ def collect_documents(max_bytes: int | None, seed: int) -> list[Document]:
     return documents
 
 
-# ------------------------------------------------------------------------------------------------------- tokenizer
+# ------------------------------------------------------------------------------------------------- tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -272,7 +304,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         ),
     )
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"the corpus yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}: take more text")
+        raise ValueError(
+            f"the corpus yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}: take more text"
+        )
     return tokenizer
 
 
@@ -295,7 +329,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> No
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Tensor:
     """One stream of token ids; plain text begins with BOS, and each document ends with EOS or <|im_end|>."""
     stream: list[int] = []
-    for document, encoding in zip(documents, tokenizer.encode_batch([d.text for d in documents]), strict=True):
+    for document, encoding in zip(
+        documents, tokenizer.encode_batch([d.text for d in documents]), strict=True
+    ):
         stream += encoding.ids if document.kind == "chat" else [BOS_ID, *encoding.ids, EOS_ID]
     return torch.tensor(stream, dtype=torch.int16)
 
@@ -303,8 +339,8 @@ def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Tensor:
 def batch_at(stream: Tensor, step: int, batch_tokens: int, context_tokens: int, seed: int) -> Tensor:
     """The batch of a step, a function of its arguments alone, so that a resumed run sees the same data.
 
-    Returns: [batch_tokens // context_tokens, context_tokens + 1] int64; each epoch visits every window once, in its
-    own order and from its own offset.
+    Returns: [batch_tokens // context_tokens, context_tokens + 1] int64; each epoch visits every window
+    once, in its own order and from its own offset.
     """
     rows = batch_tokens // context_tokens
     windows = (len(stream) - 1) // context_tokens - 1
@@ -319,7 +355,7 @@ def batch_at(stream: Tensor, step: int, batch_tokens: int, context_tokens: int, 
     return torch.stack([stream[s : s + context_tokens + 1] for s in starts.tolist()]).long()
 
 
-# ---------------------------------------------------------------------------------------------------------- models
+# ---------------------------------------------------------------------------------------------------- models
 
 
 def build_model(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
@@ -355,7 +391,9 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
     shipped = LlamaForCausalLM(model.config)
     shipped.load_state_dict(model.state_dict())
     shipped = shipped.bfloat16()
-    shipped.generation_config = GenerationConfig(bos_token_id=BOS_ID, pad_token_id=PAD_ID, eos_token_id=STOP_IDS)
+    shipped.generation_config = GenerationConfig(
+        bos_token_id=BOS_ID, pad_token_id=PAD_ID, eos_token_id=STOP_IDS
+    )
     shipped.save_pretrained(folder)
     save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
 
@@ -399,21 +437,24 @@ def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
 class Trainer:
     """A model with its optimisers at some step; saves and restores all of it.
 
-    The learning rate warms up over 2% of the steps, stays, and falls linearly to 0 over the last half.
+    The learning rate warms up over 16 steps, stays, and falls linearly to 0 over the last half.
     """
 
     def __init__(self, model: LlamaForCausalLM, total_steps: int, checkpoint: Path):
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
         self.model, self.total_steps, self.checkpoint = model, total_steps, checkpoint
-        self.optimizers = [Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)]
+        self.optimizers = [
+            Muon(matrices, lr=0.02),
+            torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
         self.base_rates = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
         self.step_index = 0
         self.losses: list[float] = []
 
     def rate(self) -> float:
         done = self.step_index / self.total_steps
-        return min(1.0, (self.step_index + 1) / max(1, self.total_steps // 50), 2 * (1 - done))
+        return min(1.0, (self.step_index + 1) / 16, 2 * (1 - done))
 
     def apply(self, loss: Tensor) -> None:
         loss.backward()
@@ -451,18 +492,24 @@ def next_token_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 
 def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """KL from the target's distribution, for sampled requests, plus cross-entropy to its likeliest token, for greedy ones."""
+    """KL from the target's distribution, for sampled requests, and cross-entropy to its argmax, for greedy."""
     with torch.no_grad():
         target_logits = target(tokens[:, :-1], use_cache=False).logits.flatten(0, 1)
     draft_log_probs = draft(tokens[:, :-1], use_cache=False).logits.flatten(0, 1).log_softmax(-1)
-    divergence = F.kl_div(draft_log_probs, target_logits.log_softmax(-1), log_target=True, reduction="batchmean")
+    divergence = F.kl_div(
+        draft_log_probs, target_logits.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
     return 0.5 * divergence + 0.5 * F.nll_loss(draft_log_probs, target_logits.argmax(-1))
 
 
-def run_steps(trainer: Trainer, loss_at, name: str, stop_after: int | None, checkpoint_every: int = 50) -> bool:
+def run_steps(
+    trainer: Trainer, loss_at, name: str, stop_after: int | None, checkpoint_every: int = 50
+) -> bool:
     """Run until the last step, or until `stop_after`; say whether the last step was reached."""
     last = trainer.total_steps if stop_after is None else min(stop_after, trainer.total_steps)
-    with tqdm(total=trainer.total_steps, initial=trainer.step_index, desc=name, unit="step", mininterval=2) as bar:
+    with tqdm(
+        total=trainer.total_steps, initial=trainer.step_index, desc=name, unit="step", mininterval=2
+    ) as bar:
         while trainer.step_index < last:
             trainer.apply(loss_at(trainer.step_index))
             bar.set_postfix(loss=f"{trainer.losses[-1]:.3f}", refresh=False)
@@ -475,7 +522,7 @@ def run_steps(trainer: Trainer, loss_at, name: str, stop_after: int | None, chec
 
 @torch.no_grad()
 def write_text(target: LlamaForCausalLM, stream: Tensor, preset: Preset) -> Tensor:
-    """Let the target continue training text, half greedily, half sampled: the text on which the draft will be judged.
+    """Let the target continue training text, half greedily, half sampled: the draft is judged on such text.
 
     Returns: [written_sequences, 64 + written_tokens] int16, the first 64 of each row being the given text.
     """
@@ -490,7 +537,7 @@ def write_text(target: LlamaForCausalLM, stream: Tensor, preset: Preset) -> Tens
             given,
             attention_mask=torch.ones_like(given),
             max_new_tokens=preset.written_tokens,
-            min_new_tokens=preset.written_tokens,  # rows stay rectangular; the text after an end is still the target's
+            eos_token_id=-1,  # after an end it goes on with another document, as the training stream does
             do_sample=index % 2 == 1,
             top_k=0,
             pad_token_id=PAD_ID,
@@ -499,11 +546,11 @@ def write_text(target: LlamaForCausalLM, stream: Tensor, preset: Preset) -> Tens
     return torch.cat(batches)
 
 
-# -------------------------------------------------------------------------------------------------- prompts, metrics
+# ------------------------------------------------------------------------------------------ prompts, metrics
 
 
 def build_prompts(documents: list[Document], tokenizer: Tokenizer, count: int, seed: int) -> list[dict]:
-    """Prompts of every kind from held-out sources, 8 to 400 tokens, none of which occurs in the training text."""
+    """Prompts of every kind from held-out sources, 8 to 400 tokens, none occurring in the training text."""
     rng = random.Random(seed)
     trained_text = "\0".join(d.text for d in documents if not is_held_out(d.source))
     per_kind = count // len(KINDS)
@@ -531,13 +578,21 @@ def _chat_prompts(documents: list[Document], wanted_lengths: list[int], tokenize
         user = min(lengths, key=lambda u: (abs(lengths[u] - wanted), u))
         del lengths[user]
         prompts.append(
-            {"source": questions[user], "text": render_chat(user), "messages": [{"role": "user", "content": user}]}
+            {
+                "source": questions[user],
+                "text": render_chat(user),
+                "messages": [{"role": "user", "content": user}],
+            }
         )
     return prompts
 
 
 def _text_prompts(
-    documents: list[Document], wanted_lengths: list[int], tokenizer: Tokenizer, trained_text: str, rng: random.Random
+    documents: list[Document],
+    wanted_lengths: list[int],
+    tokenizer: Tokenizer,
+    trained_text: str,
+    rng: random.Random,
 ) -> list[dict]:
     """Excerpts that start at some line and have exactly the wanted lengths."""
     weights = [len(d.text) ** 0.5 for d in documents]
@@ -550,7 +605,11 @@ def _text_prompts(
             following = lines[start:] * (20 if document.kind == "repetitive" else 1)
             ids = tokenizer.encode("".join(following[:200])).ids[:wanted]
             text = tokenizer.decode(ids)
-            if len(ids) == wanted == len(tokenizer.encode(text).ids) and text.strip() and text not in trained_text:
+            if (
+                len(ids) == wanted == len(tokenizer.encode(text).ids)
+                and text.strip()
+                and text not in trained_text
+            ):
                 prompts.append({"source": document.source, "text": text})
                 break
     return prompts
@@ -562,16 +621,22 @@ def measure_acceptance(
 ) -> tuple[int, int]:
     """Speculate on one prompt, greedily, five tokens at a time, and count.
 
-    While a chain is accepted the draft reads exactly the target's own text, so one teacher-forced pass of the draft
-    over that text gives every chain. Chains that would reach beyond the text are not counted.
+    While a chain is accepted the draft reads exactly the target's own text, so one teacher-forced pass of the
+    draft over that text gives every chain. Chains that would reach beyond the text are not counted.
 
     Returns: (accepted tokens, verifications).
     """
     given = torch.tensor([prompt_ids])
     text = target.generate(
-        given, attention_mask=torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False, pad_token_id=PAD_ID
+        given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=PAD_ID,
     )
-    agrees = (draft(text[:, :-1], use_cache=False).logits.argmax(-1) == text[:, 1:])[0, len(prompt_ids) - 1 :].tolist()
+    agrees = (draft(text[:, :-1], use_cache=False).logits.argmax(-1) == text[:, 1:])[
+        0, len(prompt_ids) - 1 :
+    ].tolist()
     accepted = verifications = 0
     position = 1  # the first token comes from the prefill
     while position + DRAFTED_TOKENS <= len(agrees):
@@ -585,7 +650,10 @@ def measure_acceptance(
 def measure_agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, batches: Iterable[Tensor]) -> float:
     """The share of positions where target and draft find the same token likeliest."""
     same = [
-        (target(b[:, :-1], use_cache=False).logits.argmax(-1) == draft(b[:, :-1], use_cache=False).logits.argmax(-1))
+        (
+            target(b[:, :-1], use_cache=False).logits.argmax(-1)
+            == draft(b[:, :-1], use_cache=False).logits.argmax(-1)
+        )
         for b in batches
     ]
     return torch.cat([s.flatten() for s in same]).float().mean().item()
@@ -598,14 +666,18 @@ def summarize_acceptance(prompts: list[dict], counts: dict[str, tuple[int, int]]
         for key in ("overall", prompt["kind"]):
             totals[key][0] += counts[prompt["id"]][0]
             totals[key][1] += counts[prompt["id"]][1]
-    return {key: round(accepted / max(1, verifications), 3) for key, (accepted, verifications) in totals.items()}
+    return {
+        key: round(accepted / max(1, verifications), 3) for key, (accepted, verifications) in totals.items()
+    }
 
 
 def measure(preset_name: str, preset: Preset, run: Run) -> dict:
     """All numbers of the model card."""
     target, draft = load_model(run.work_dir / "target"), load_model(run.work_dir / "draft")
     held_out = encode_documents(run.tokenizer, [d for d in run.documents if is_held_out(d.source)])
-    batches = [batch_at(held_out, i, preset.batch_tokens, preset.context_tokens, preset.seed) for i in range(8)]
+    batches = [
+        batch_at(held_out, i, preset.batch_tokens, preset.context_tokens, preset.seed) for i in range(8)
+    ]
     counts: dict[str, tuple[int, int]] = {}
     for prompt in tqdm(run.prompts, desc="acceptance", unit="prompt"):
         ids = run.tokenizer.encode(prompt["text"]).ids
@@ -636,8 +708,13 @@ def measure(preset_name: str, preset: Preset, run: Run) -> dict:
             "tokens_held_out": len(held_out),
             "characters_by_kind": dict(sum((Counter({d.kind: len(d.text)}) for d in trained), Counter())),
         },
-        "parameters": {name: sum(p.numel() for p in m.parameters()) for name, m in (("target", target), ("draft", draft))},
-        "training": {"target": losses("target", preset.target_steps), "draft": losses("draft", preset.draft_steps)},
+        "parameters": {
+            name: sum(p.numel() for p in m.parameters()) for name, m in (("target", target), ("draft", draft))
+        },
+        "training": {
+            "target": losses("target", preset.target_steps),
+            "draft": losses("draft", preset.draft_steps),
+        },
         "held_out_loss": held_out_loss,
         "top1_agreement": round(measure_agreement(target, draft, batches), 3),
         "acceptance": {
@@ -656,75 +733,93 @@ def measure(preset_name: str, preset: Preset, run: Run) -> dict:
 
 def render_card(metrics: dict) -> str:
     """The model card, from the measured numbers alone."""
-    corpus, training, accepted = metrics["corpus"], metrics["training"], metrics["acceptance"]["mean_accepted"]
-    settings, prompts = metrics["settings"], metrics["prompts"]
+    settings, corpus, prompts = metrics["settings"], metrics["corpus"], metrics["prompts"]
+    acceptance = metrics["acceptance"]
+    accepted = acceptance["mean_accepted"]
 
-    def shape(name: str) -> str:
-        s = settings[name]
-        return (f"{metrics['parameters'][name] / 1e6:.2f} M | {s['layers']} | {s['hidden']} | {s['intermediate']} | "
-                f"{s['heads']} / {s['kv_heads']} of {s['head_dim']}")  # fmt: skip
+    def architecture(name: str) -> str:
+        shape, parameters = settings[name], metrics["parameters"][name]
+        heads = f"{shape['heads']} / {shape['kv_heads']} of {shape['head_dim']}"
+        sizes = f"{shape['layers']} | {shape['hidden']} | {shape['intermediate']}"
+        return f"{parameters / 1e6:.2f} M | {sizes} | {heads}"
 
-    def learnt(name: str) -> str:
-        t = training[name]
-        return (f"{t['steps']} | {t['tokens'] / 1e6:.2f} M | {t['first_loss']:.2f} -> {t['last_loss']:.2f} | "
-                f"{metrics['held_out_loss'][name]:.2f}")  # fmt: skip
+    def learning(name: str) -> str:
+        history, held_out_loss = metrics["training"][name], metrics["held_out_loss"][name]
+        losses = f"{history['first_loss']:.2f} -> {history['last_loss']:.2f} | {held_out_loss:.2f}"
+        return f"{history['steps']} | {history['tokens'] / 1e6:.2f} M | {losses}"
 
-    kinds = "\n".join(f"| {kind} | {accepted[kind]:.2f} |" for kind in KINDS if kind in accepted)
-    characters = ", ".join(f"{kind} {corpus['characters_by_kind'].get(kind, 0) / 1e6:.1f} M" for kind in KINDS)
-    sources = ", ".join(f"`{s}`" for s in prompts["sources"])
+    kinds = "\n".join(f"| {kind} | {accepted[kind]:.2f} |" for kind in KINDS)
+    characters = ", ".join(
+        f"{kind} {corpus['characters_by_kind'].get(kind, 0) / 1e6:.1f} M" for kind in KINDS
+    )
+    shortest, median, longest = prompts["tokens_min_median_max"]
+    sources = ",\n".join(f"`{s}`" for s in prompts["sources"])
     return f"""# The model pair
 
-A Llama-architecture target and a draft distilled from it, small enough to live in the repository. Written by
-`scripts/train_pair.py` (preset `{metrics["preset"]}`, seed {settings["seed"]}), rendered from `metrics.json`. They exist to exercise
-speculative decoding: the text they write looks like Python and its documentation, and means little.
+A Llama-architecture target and a draft distilled from it, small enough to live in the repository. They exist
+to exercise speculative decoding: the text they write looks like Python and its documentation, and means
+little. Made by `scripts/train_pair.py` (preset `{metrics["preset"]}`, seed {settings["seed"]}); this card is
+rendered from `metrics.json`.
 
 | | parameters | layers | hidden | intermediate | query / kv heads |
 |---|---|---|---|---|---|
-| `target/` | {shape("target")} |
-| `draft/` | {shape("draft")} |
+| `target/` | {architecture("target")} |
+| `draft/` | {architecture("draft")} |
 
-Byte-level BPE of {settings["vocab_size"]} tokens, shared; tied embeddings; {settings["max_positions"]} positions, the first {settings["long_context_tokens"]} of them trained.
-Weights are stored as bfloat16 and are exact in float32 too, so `--dtype float32` and `--dtype bfloat16` serve the same
-parameters. Nothing is added to a prompt; generation ends at `<|eos|>` (text) or `<|im_end|>` (chat). The chat template knows
-any role; the training chats have one user turn ("Explain ...", "What does this code do?", "Write the function ...").
+- Byte-level BPE of {settings["vocab_size"]} tokens, shared; tied embeddings.
+- {settings["max_positions"]} positions, the first {settings["long_context_tokens"]} of them trained.
+- Stored as bfloat16, so `--dtype float32` and `--dtype bfloat16` serve the same weights.
+- Nothing is added to a prompt. Generation ends at `<|eos|>` (text) or `<|im_end|>` (chat).
+- The chat template knows any role; the training chats have one user turn ("Explain ...", "What does this code
+  do?", "Write the function ...").
 
 ## Data
 
-The standard library of Python {metrics["python"]}: its sources, documentation strings, and the language reference in `pydoc_data`
-(PSF licence). Test folders, character tables and build records are left out. Documents by kind: {characters} characters;
-"chat" pairs a question on a symbol with its documentation string or source, "repetitive" repeats a few lines.
-A source goes to training or is held out by a hash of its name: {corpus["sources_trained"]} sources ({corpus["tokens_trained"] / 1e6:.2f} M tokens) against
-{corpus["sources_held_out"]} ({corpus["tokens_held_out"] / 1e6:.2f} M tokens).
+The standard library of Python {metrics["python"]}: its sources, documentation strings, and the language
+reference in `pydoc_data` (PSF licence). Test folders, character tables and build records are left out.
+Characters by kind of document: {characters}; "chat" pairs a
+question on a symbol with its documentation string or source, "repetitive" repeats a few lines. A source goes
+to training or is held out by a hash of its name:
+
+| | sources | tokens |
+|---|---|---|
+| training | {corpus["sources_trained"]} | {corpus["tokens_trained"] / 1e6:.2f} M |
+| held out | {corpus["sources_held_out"]} | {corpus["tokens_held_out"] / 1e6:.2f} M |
 
 ## Training
 
-| | steps of {settings["batch_tokens"]} tokens | tokens | training loss | held-out next-token loss |
-|---|---|---|---|---|
-| target | {learnt("target")} |
-| draft | {learnt("draft")} |
+Steps of {settings["batch_tokens"]} tokens.
 
-The target learns the next token. The draft learns the target: half KL from its distribution, half cross-entropy to its
-likeliest token (its training loss is that sum), on training text and, every other step, on {settings["written_sequences"]} texts written by
-the target. On held-out text both find the same token likeliest at {metrics["top1_agreement"]:.1%} of the positions.
+| | steps | tokens | training loss | held-out next-token loss |
+|---|---|---|---|---|
+| target | {learning("target")} |
+| draft | {learning("draft")} |
+
+The target learns the next token. The draft learns the target: half KL from its distribution, half
+cross-entropy to its likeliest token (the draft's training loss is that sum), on training text and, every
+other step, on {settings["written_sequences"]} texts written by the target. On held-out text both find the
+same token likeliest at {metrics["top1_agreement"]:.1%} of the positions.
 
 ## Acceptance
 
-Greedy, {metrics["acceptance"]["drafted"]} tokens drafted per verification, {metrics["acceptance"]["new_tokens"]} new tokens per prompt, float32, over `prompts.jsonl`; mean accepted tokens:
+Greedy, {acceptance["drafted"]} tokens drafted per verification, {acceptance["new_tokens"]} new tokens per
+prompt, float32, over `prompts.jsonl`.
 
-| kind | accepted of {metrics["acceptance"]["drafted"]} |
+| kind | mean accepted of {acceptance["drafted"]} |
 |---|---|
 {kinds}
 | **overall** | **{accepted["overall"]:.2f}** |
 
 ## Prompts
 
-`prompts.jsonl`: {prompts["count"]} prompts, {prompts["tokens_min_median_max"][0]} to {prompts["tokens_min_median_max"][2]} tokens (median {prompts["tokens_min_median_max"][1]}), fields `id`, `kind`, `source`, `text` and, for chat,
-`messages` (`text` is then the rendered template). All come from held-out sources, and none occurs verbatim in the training
-text. Sources: {sources}.
+`prompts.jsonl`: {prompts["count"]} prompts of {shortest} to {longest} tokens (median {median}), fields `id`,
+`kind`, `source`, `text` and, for chat, `messages` (`text` is then the rendered template). All come from
+held-out sources, and none occurs verbatim in the training text. Sources:
+{sources}.
 """
 
 
-# ------------------------------------------------------------------------------------------------------------- runs
+# ------------------------------------------------------------------------------------------------------ runs
 
 
 @dataclass
@@ -745,10 +840,18 @@ def prepare(preset: Preset, work_dir: Path) -> Run:
     trained = [d for d in documents if not is_held_out(d.source)]
     tokenizer = train_tokenizer((d.text for d in trained if d.kind != "repetitive"), preset.vocab_size)
     stream = encode_documents(tokenizer, trained)
-    return Run(work_dir, documents, tokenizer, stream, build_prompts(documents, tokenizer, preset.prompts, preset.seed))
+    return Run(
+        work_dir,
+        documents,
+        tokenizer,
+        stream,
+        build_prompts(documents, tokenizer, preset.prompts, preset.seed),
+    )
 
 
-def train_target(preset: Preset, run: Run, resume: bool = False, stop_after: int | None = None) -> LlamaForCausalLM | None:
+def train_target(
+    preset: Preset, run: Run, resume: bool = False, stop_after: int | None = None
+) -> LlamaForCausalLM | None:
     """Train the target; None when stopped before its last step."""
     model = build_model(preset.target, preset, preset.seed).train()
     trainer = Trainer(model, preset.target_steps, run.work_dir / "target.checkpoint")
@@ -758,7 +861,9 @@ def train_target(preset: Preset, run: Run, resume: bool = False, stop_after: int
     def loss_at(step: int) -> Tensor:
         is_long = step >= 0.8 * preset.target_steps
         context_tokens = preset.long_context_tokens if is_long else preset.context_tokens
-        return next_token_loss(model, batch_at(run.stream, step, preset.batch_tokens, context_tokens, preset.seed))
+        return next_token_loss(
+            model, batch_at(run.stream, step, preset.batch_tokens, context_tokens, preset.seed)
+        )
 
     if not run_steps(trainer, loss_at, "target", stop_after):
         return None
@@ -788,7 +893,9 @@ def train_draft(
             generator = torch.Generator().manual_seed(preset.seed * 1013 + step)
             tokens = written[torch.randint(len(written), (written_rows,), generator=generator)].long()
         else:
-            tokens = batch_at(run.stream, step // 2, preset.batch_tokens, preset.context_tokens, preset.seed + 4)
+            tokens = batch_at(
+                run.stream, step // 2, preset.batch_tokens, preset.context_tokens, preset.seed + 4
+            )
         return distillation_loss(model, target, tokens)
 
     if not run_steps(trainer, loss_at, "draft", stop_after):
@@ -821,22 +928,31 @@ app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(help="Where the pair goes: target/, draft/, prompts.jsonl, metrics.json, README.md.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Where the pair goes: target/, draft/, prompts.jsonl, metrics.json, README.md."),
+    ],
     work_dir: Annotated[Path, typer.Option(help="Checkpoints and intermediate results.")],
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "full",
     resume: Annotated[bool, typer.Option(help="Go on from what is in the work directory.")] = False,
     stop_after: Annotated[int | None, typer.Option(help="Stop the current stage after this step.")] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads; results are reproducible for the same number.")] = 1,
+    threads: Annotated[
+        int, typer.Option(help="CPU threads; results are reproducible for the same number.")
+    ] = 1,
 ) -> None:
     """Train a pair, measure it and write its model card."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"--preset {preset}: choose one of {', '.join(PRESETS)}")
     settings = PRESETS[preset]
     if not resume and any(work_dir.glob("*.checkpoint")):
-        raise typer.BadParameter(f"--work-dir {work_dir} holds a run: add --resume to go on, or name another folder")
+        raise typer.BadParameter(
+            f"--work-dir {work_dir} holds a run: add --resume to go on, or name another folder"
+        )
     settings_path = work_dir / "settings.json"
     if resume and settings_path.exists() and json.loads(settings_path.read_text()) != asdict(settings):
-        raise typer.BadParameter(f"--work-dir {work_dir} was made with other settings than --preset {preset}: name another")
+        raise typer.BadParameter(
+            f"--work-dir {work_dir} was made with other settings than --preset {preset}: name another"
+        )
     torch.set_num_threads(threads)
     run = prepare(settings, work_dir)
     settings_path.write_text(json.dumps(asdict(settings)))

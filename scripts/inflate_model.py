@@ -1,0 +1,333 @@
+#!/usr/bin/env python
+"""Embed a trained small Llama exactly into a larger architecture: the same function at a larger model's cost.
+
+    python scripts/inflate_model.py benchmarks/pair/target /some/folder --shape cpu-100m
+    python scripts/inflate_model.py benchmarks/pair/target /some/folder \\
+        --shape hidden=1024,layers=8,heads=16,intermediate=2816
+
+What is added never reaches the residual stream that the small model uses:
+
+- residual dimensions: zero in the embedding and in the output rows of o_proj and down_proj;
+- RMSNorm over H instead of h dimensions, the added ones zero: weights times sqrt(h/H), eps times h/H;
+- heads: random, with zero columns in o_proj; MLP rows: random, with zero columns in down_proj;
+- layers: random, with o_proj and down_proj zero.
+
+Head size and query/key-value group size stay. Weights that have no effect are random rather than zero, so no
+kernel can profit from them. Where H/h is a power of 4 the scaling is exact in every dtype, otherwise to the
+dtype's rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+CACHE_VARIABLE = "SGLANG_TETRIS_CACHE"
+RECORD_FILE = "inflation.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FORMAT = 1  # part of the cache key: raise it when the weights written for the same arguments change
+
+
+@dataclass(frozen=True)
+class InflatedShape:
+    """The size to reach; key-value heads follow from the small model's group size."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+
+
+NAMED_SHAPES = {
+    "cpu-50m": InflatedShape(hidden=1024, layers=5, heads=16, intermediate=2048),
+    "cpu-100m": InflatedShape(hidden=1024, layers=8, heads=16, intermediate=2816),
+    "cpu-150m": InflatedShape(hidden=1024, layers=12, heads=16, intermediate=2816),
+    "llama-1b": InflatedShape(hidden=2048, layers=16, heads=32, intermediate=8192),
+    "llama-8b": InflatedShape(hidden=4096, layers=32, heads=64, intermediate=14336),
+}
+
+
+def parse_shape(text: str) -> InflatedShape:
+    """Read `NAME` or `hidden=...,layers=...,heads=...,intermediate=...`.
+
+    Raises:
+        ValueError: an unknown name or key, a missing key, or a value that is not a positive integer.
+    """
+    if text in NAMED_SHAPES:
+        return NAMED_SHAPES[text]
+    keys = [f.name for f in fields(InflatedShape)]
+    expected = f"give one of {', '.join(NAMED_SHAPES)}, or {','.join(f'{k}=N' for k in keys)}"
+    values: dict[str, int] = {}
+    for part in text.split(","):
+        key, equals, value = part.strip().partition("=")
+        if not equals or key not in keys or key in values or not value.isdecimal() or int(value) == 0:
+            raise ValueError(f"--shape {text!r}: cannot use {part.strip()!r}; {expected}")
+        values[key] = int(value)
+    if missing := [k for k in keys if k not in values]:
+        raise ValueError(f"--shape {text!r}: {', '.join(missing)} missing; {expected}")
+    return InflatedShape(**values)
+
+
+class _Small:
+    """The model to embed: its configuration and lazily read tensors."""
+
+    def __init__(self, folder: Path):
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} is not a model folder: it has no config.json")
+        self.folder = folder
+        self.config = json.loads((folder / "config.json").read_text())
+        if self.config.get("architectures") != ["LlamaForCausalLM"]:
+            raise ValueError(
+                f"{folder}: only LlamaForCausalLM can be embedded, not {self.config.get('architectures')}"
+            )
+        for key in ("attention_bias", "mlp_bias"):
+            if self.config.get(key):
+                raise ValueError(f"{folder}: {key} is set; biases cannot be embedded")
+        self.weight_files = sorted(folder.glob("*.safetensors"))
+        if not self.weight_files:
+            raise ValueError(f"{folder} holds no safetensors weights")
+        self._file_of: dict[str, Path] = {}
+        for path in self.weight_files:
+            with safe_open(path, "pt") as opened:
+                self._file_of |= dict.fromkeys(opened.keys(), path)
+        self.hidden = self.config["hidden_size"]
+        self.layers = self.config["num_hidden_layers"]
+        self.heads = self.config["num_attention_heads"]
+        self.kv_heads = self.config.get("num_key_value_heads") or self.heads
+        self.head_dim = self.config.get("head_dim") or self.hidden // self.heads
+        self.intermediate = self.config["intermediate_size"]
+
+    def tensor(self, name: str) -> Tensor:
+        with safe_open(self._file_of[name], "pt") as opened:
+            return opened.get_tensor(name).float()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+
+def _check_shape(small: _Small, shape: InflatedShape) -> None:
+    for field in fields(shape):
+        wanted, had = getattr(shape, field.name), getattr(small, field.name)
+        if wanted < had:
+            raise ValueError(
+                f"--shape {field.name}={wanted} is smaller than the source's {had}: give {had} or more"
+            )
+    group = small.heads // small.kv_heads
+    if shape.heads % group:
+        raise ValueError(
+            f"--shape heads={shape.heads} does not divide into groups of {group} query heads per key-value "
+            f"head, as the source has: give a multiple of {group}"
+        )
+    if shape.hidden % shape.heads:
+        raise ValueError(
+            f"--shape hidden={shape.hidden} is not a multiple of heads={shape.heads}, which transformers "
+            "requires whatever the head size: change one of them"
+        )
+
+
+def _random(name: str, sizes: tuple[int, ...], seed: int) -> Tensor:
+    """Noise that depends on the tensor's name and the seed only, at the scale of trained weights."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randn(sizes, generator=generator).mul_(0.02)
+
+
+def _layer_tensors(
+    small: _Small, shape: InflatedShape, index: int, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one layer of the large model, float32."""
+    prefix = f"model.layers.{index}."
+    is_added = index >= small.layers
+    kv_heads = shape.heads * small.kv_heads // small.heads
+    q_rows, kv_rows = shape.heads * small.head_dim, kv_heads * small.head_dim
+    # name: (sizes in the large model, whether the output goes to the residual stream)
+    matrices = {
+        "self_attn.q_proj": ((q_rows, shape.hidden), False),
+        "self_attn.k_proj": ((kv_rows, shape.hidden), False),
+        "self_attn.v_proj": ((kv_rows, shape.hidden), False),
+        "self_attn.o_proj": ((shape.hidden, q_rows), True),
+        "mlp.gate_proj": ((shape.intermediate, shape.hidden), False),
+        "mlp.up_proj": ((shape.intermediate, shape.hidden), False),
+        "mlp.down_proj": ((shape.hidden, shape.intermediate), True),
+    }
+    for short_name, (sizes, writes_residual) in matrices.items():
+        name = f"{prefix}{short_name}.weight"
+        large = torch.zeros(sizes) if writes_residual else _random(name, sizes, seed)
+        if not is_added:
+            # The first heads stay the first: query head i keeps key-value head i // group.
+            weight = small.tensor(name)
+            large[: weight.shape[0], : weight.shape[1]] = weight
+        yield name, large
+    for short_name in ("input_layernorm", "post_attention_layernorm"):
+        name = f"{prefix}{short_name}.weight"
+        yield name, _inflate_norm(small, shape, name, is_added, seed)
+
+
+def _inflate_norm(small: _Small, shape: InflatedShape, name: str, is_added: bool, seed: int) -> Tensor:
+    scale = math.sqrt(small.hidden / shape.hidden)
+    large = (1 + _random(name, (shape.hidden,), seed)) * scale
+    if not is_added:
+        large[: small.hidden] = small.tensor(name) * scale
+    return large
+
+
+def _shards(small: _Small, shape: InflatedShape, seed: int) -> Iterator[dict[str, Tensor]]:
+    """The large model, a layer at a time; the first shard holds embedding and final norm."""
+    embedding = small.tensor("model.embed_tokens.weight")
+    outer = {"model.embed_tokens.weight": torch.zeros(embedding.shape[0], shape.hidden)}
+    outer["model.embed_tokens.weight"][:, : small.hidden] = embedding
+    outer["model.norm.weight"] = _inflate_norm(small, shape, "model.norm.weight", False, seed)
+    if "lm_head.weight" in small and not small.config.get("tie_word_embeddings"):
+        head = small.tensor("lm_head.weight")
+        outer["lm_head.weight"] = _random("lm_head.weight", (head.shape[0], shape.hidden), seed)
+        outer["lm_head.weight"][:, : small.hidden] = head
+    yield outer
+    for index in range(shape.layers):
+        yield dict(_layer_tensors(small, shape, index, seed))
+
+
+def inflate(
+    small_folder: Path | str, out: Path | str, shape: InflatedShape, dtype: str = "float32", seed: int = 0
+) -> None:
+    """Write the large model to `out`, holding about one layer in memory at a time.
+
+    Args:
+        small_folder: a Hugging Face folder of a LlamaForCausalLM with safetensors weights.
+        out: a folder that does not exist, or is empty.
+        shape: the size to reach.
+        dtype: of the weights written: float32, bfloat16 or float16.
+        seed: of the weights without effect.
+    Raises:
+        ValueError: the shape cannot hold the small model, or the small model is of another kind.
+        FileExistsError: `out` is not empty.
+    """
+    small, out = _Small(Path(small_folder)), Path(out)
+    _check_shape(small, shape)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: give one of {', '.join(DTYPES)}")
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty: name another folder")
+    out.mkdir(parents=True, exist_ok=True)
+
+    total_shards, weight_map, total_bytes = shape.layers + 1, {}, 0
+    for number, shard in enumerate(
+        tqdm(_shards(small, shape, seed), total=total_shards, desc="inflate", unit="layer"), 1
+    ):
+        file_name = f"model-{number:05d}-of-{total_shards:05d}.safetensors"
+        shard = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in shard.items()}
+        save_file(shard, out / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file_name)
+        total_bytes += sum(t.numel() * t.element_size() for t in shard.values())
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+    config = small.config | {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads * small.kv_heads // small.heads,
+        "head_dim": small.head_dim,
+        "intermediate_size": shape.intermediate,
+        "rms_norm_eps": small.config["rms_norm_eps"] * small.hidden / shape.hidden,
+    }
+    config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for path in sorted(small.folder.glob("*.json")) + sorted(small.folder.glob("*.jinja")):
+        if path.name not in ("config.json", "model.safetensors.index.json", RECORD_FILE):
+            shutil.copyfile(path, out / path.name)
+    record = {
+        "source_sha256": _content_hash(small),
+        "source_shape": asdict(InflatedShape(small.hidden, small.layers, small.heads, small.intermediate)),
+        "shape": asdict(shape),
+        "dtype": dtype,
+        "seed": seed,
+        "parameters": total_bytes // DTYPES[dtype].itemsize,
+        "format": _FORMAT,
+    }
+    (out / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _content_hash(small: _Small) -> str:
+    """SHA-256 over the names and contents of everything that goes into the large model."""
+    digest = hashlib.sha256()
+    for path in sorted([*small.weight_files, *small.folder.glob("*.json"), *small.folder.glob("*.jinja")]):
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def ensure_inflated(
+    small_folder: Path | str,
+    shape: str | InflatedShape,
+    dtype: str = "float32",
+    cache_dir: Path | str | None = None,
+    seed: int = 0,
+) -> Path:
+    """The folder of the inflated model, made on the first call for this content, shape, dtype and seed.
+
+    Args:
+        small_folder, dtype, seed: as for `inflate`.
+        shape: an InflatedShape, or text as for `--shape`.
+        cache_dir: default $SGLANG_TETRIS_CACHE, else ~/.cache/tetris_sglang.
+    Returns:
+        A complete folder, also when several processes ask at once: each builds its own, the first done wins.
+    """
+    small = _Small(Path(small_folder))
+    shape = parse_shape(shape) if isinstance(shape, str) else shape
+    cache = Path(cache_dir or os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "tetris_sglang")
+    key = json.dumps([_FORMAT, _content_hash(small), asdict(shape), dtype, seed])
+    folder = cache / f"inflated-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".inflating-", dir=cache))
+    try:
+        inflate(small.folder, partial, shape, dtype, seed)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.exists():  # otherwise another process was faster, with the same content
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    small: Annotated[Path, typer.Argument(help="Folder of the small model.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything.")],
+    shape: Annotated[
+        str, typer.Option(help=f"{', '.join(NAMED_SHAPES)}, or hidden=N,layers=N,heads=N,intermediate=N.")
+    ],
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the weights without effect.")] = 0,
+) -> None:
+    try:
+        inflate(small, out, parse_shape(shape), dtype, seed)
+    except (ValueError, FileExistsError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    record = json.loads((out / RECORD_FILE).read_text())
+    typer.echo(f"{out}: {record['parameters'] / 1e6:.1f} M parameters, {dtype}")
+
+
+if __name__ == "__main__":
+    app()

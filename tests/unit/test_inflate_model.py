@@ -1,0 +1,336 @@
+"""Inflated models are the small model's function, to the last bits, at any larger shape."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import inflate_model
+from inflate_model import InflatedShape, ensure_inflated, inflate, parse_shape
+
+PAIR = ROOT / "benchmarks" / "pair"
+SMALL_SHAPE = {"hidden": 48, "layers": 2, "heads": 4, "intermediate": 80}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """A random Llama whose norm weights are far from 1 and whose eps matters, so that mistakes show."""
+    return write_small(tmp_path_factory.mktemp("small") / "tied", tied=True)
+
+
+def write_small(folder: Path, tied: bool) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=tied,
+        rms_norm_eps=1e-2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(
+                torch.rand_like(parameter) + 0.5 if "norm" in name else torch.randn_like(parameter) * 0.2
+            )
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def assert_same_function(small: Path, large: Path, prompts: list[list[int]], new_tokens: int = 8) -> float:
+    """Logits within 1e-5 and the same greedy continuation for each prompt; returns the largest difference."""
+    one, other = load(small), load(large)
+    largest = 0.0
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        with torch.no_grad():
+            largest = max(largest, (one(tokens).logits - other(tokens).logits).abs().max().item())
+        assert largest <= 1e-5, f"logits differ by {largest}"
+        kept = {
+            "max_new_tokens": new_tokens,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "attention_mask": torch.ones_like(tokens),
+        }
+        assert one.generate(tokens, **kept).tolist() == other.generate(tokens, **kept).tolist()
+    return largest
+
+
+def random_prompts(count: int = 3) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(101, (7 * i + 1,), generator=generator).tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        InflatedShape(48, 2, 4, 80),  # the same size
+        InflatedShape(192, 2, 4, 80),  # width alone
+        InflatedShape(48, 5, 4, 80),  # layers alone
+        InflatedShape(48, 2, 12, 80),  # heads alone
+        InflatedShape(48, 2, 4, 81),  # MLP alone
+        InflatedShape(66, 3, 6, 97),
+        InflatedShape(154, 4, 14, 333),
+        InflatedShape(1000, 3, 4, 80),
+    ],
+)
+def test_inflated_model_is_the_same_function(small, tmp_path, shape):
+    inflate(small, tmp_path / "large", shape)
+    assert_same_function(small, tmp_path / "large", random_prompts())
+    config = json.loads((tmp_path / "large" / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (shape.hidden, shape.layers)
+    assert (config["num_attention_heads"], config["intermediate_size"]) == (shape.heads, shape.intermediate)
+    assert config["num_key_value_heads"] * 2 == shape.heads and config["head_dim"] == 16
+
+
+def test_untied_head_is_embedded_too(tmp_path):
+    small = write_small(tmp_path / "untied", tied=False)
+    inflate(small, tmp_path / "large", InflatedShape(96, 3, 6, 100))
+    assert_same_function(small, tmp_path / "large", random_prompts())
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_shipped_models_survive_inflation_on_real_prompts(tmp_path, role):
+    source = PAIR / role
+    config = json.loads((source / "config.json").read_text())
+    shape = InflatedShape(
+        2 * config["hidden_size"], config["num_hidden_layers"] + 1, 2 * config["num_attention_heads"],
+        config["intermediate_size"] + 100,
+    )  # fmt: skip
+    inflate(source, tmp_path / "large", shape)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "large")
+    lines = (PAIR / "prompts.jsonl").read_text().splitlines()
+    prompts = [tokenizer(json.loads(line)["text"]).input_ids for line in lines[:: len(lines) // 4]]
+    assert_same_function(source, tmp_path / "large", prompts)
+
+
+def test_scaling_by_a_power_of_four_is_exact_in_bfloat16(tmp_path):
+    source = PAIR / "draft"
+    config = json.loads((source / "config.json").read_text())
+    shape = InflatedShape(
+        4 * config["hidden_size"], 2, config["num_attention_heads"], config["intermediate_size"]
+    )
+    inflate(source, tmp_path / "large", shape, dtype="bfloat16")
+    assert_same_function(source, tmp_path / "large", [list(range(5, 60))])
+
+
+def _rewrite(folder: Path, change) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file(
+            {name: change(name, tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
+        )
+
+
+def _without_norm_scaling(folder: Path) -> None:
+    _rewrite(folder, lambda name, t: t * 2 if "norm" in name else t)
+
+
+def _with_the_small_eps(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rms_norm_eps"] *= 4
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _with_an_added_head_that_speaks(folder: Path) -> None:
+    _rewrite(
+        folder,
+        lambda name, t: (
+            t.index_fill(1, torch.tensor([t.shape[1] - 1]), 0.1) if "layers.0.self_attn.o_" in name else t
+        ),
+    )
+
+
+def _with_an_added_layer_that_speaks(folder: Path) -> None:
+    _rewrite(folder, lambda name, t: torch.full_like(t, 0.01) if "layers.2.mlp.down" in name else t)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        _without_norm_scaling,
+        _with_the_small_eps,
+        _with_an_added_head_that_speaks,
+        _with_an_added_layer_that_speaks,
+    ],
+)
+def test_a_broken_inflation_is_noticed(small, tmp_path, break_it):
+    inflate(small, tmp_path / "large", InflatedShape(192, 3, 6, 100))
+    assert_same_function(small, tmp_path / "large", random_prompts())
+    break_it(tmp_path / "large")
+    with pytest.raises(AssertionError):
+        assert_same_function(small, tmp_path / "large", random_prompts())
+
+
+def test_weights_without_effect_are_random_and_the_rest_is_deterministic(small, tmp_path):
+    shape = InflatedShape(96, 3, 6, 100)
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        inflate(small, tmp_path / name, shape, seed=seed)
+    a, b, c = (
+        {k: v for p in sorted((tmp_path / n).glob("*.safetensors")) for k, v in load_file(p).items()}
+        for n in "abc"
+    )
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    added = a["model.layers.2.mlp.up_proj.weight"]
+    assert (added != 0).all() and not torch.equal(added, c["model.layers.2.mlp.up_proj.weight"])
+    widened = a["model.layers.0.self_attn.q_proj.weight"]
+    assert (widened[:, 48:] != 0).all() and (widened[64:] != 0).all()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert (a[f"model.layers.2.{name}.weight"] == 0).all()
+        assert (a[f"model.layers.0.{name}.weight"][48:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (InflatedShape(47, 2, 4, 80), "hidden=47 is smaller than the source's 48"),
+        (InflatedShape(48, 1, 4, 80), "layers=1 is smaller than the source's 2"),
+        (InflatedShape(48, 2, 3, 80), "heads=3 is smaller than the source's 4"),
+        (InflatedShape(48, 2, 7, 80), "heads=7 does not divide into groups of 2"),
+        (InflatedShape(50, 2, 4, 80), "hidden=50 is not a multiple of heads=4"),
+        (InflatedShape(48, 2, 4, 79), "intermediate=79 is smaller than the source's 80"),
+    ],
+)
+def test_impossible_shapes_are_refused(small, tmp_path, shape, message):
+    with pytest.raises(ValueError, match=message):
+        inflate(small, tmp_path / "large", shape)
+    assert not (tmp_path / "large").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cpu-1t", "'cpu-1t'"),
+        ("hidden=96", "layers, heads, intermediate missing"),
+        ("hidden=96,layers=2,heads=4,intermediate=-1", "intermediate=-1"),
+        ("hidden=96,layers=2,heads=4,intermediate=1e3", "intermediate=1e3"),
+        ("hidden=96,hidden=96", "hidden=96"),
+        ("width=96", "width=96"),
+        ("", "''"),
+    ],
+)
+def test_shape_texts_that_cannot_be_read_are_refused(text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse_shape(text)
+    assert "cpu-50m" in str(error.value) and "intermediate=N" in str(error.value)
+
+
+def test_other_bad_input_is_refused(small, tmp_path):
+    with pytest.raises(ValueError, match="no config.json"):
+        inflate(tmp_path, tmp_path / "large", InflatedShape(96, 2, 4, 80))
+    with pytest.raises(ValueError, match="--dtype float8"):
+        inflate(small, tmp_path / "large", InflatedShape(96, 2, 4, 80), dtype="float8")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(FileExistsError, match="not empty"):
+        inflate(small, tmp_path / "full", InflatedShape(96, 2, 4, 80))
+    other = tmp_path / "qwen"
+    shutil.copytree(small, other)
+    config = json.loads((other / "config.json").read_text()) | {"architectures": ["Qwen2ForCausalLM"]}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="only LlamaForCausalLM"):
+        inflate(other, tmp_path / "large", InflatedShape(96, 2, 4, 80))
+
+
+def test_command_line(small, tmp_path):
+    from typer.testing import CliRunner
+
+    shape = "hidden=96,layers=2,heads=4,intermediate=80"
+    result = CliRunner().invoke(inflate_model.app, [str(small), str(tmp_path / "large"), "--shape", shape])
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "large" / "inflation.json").read_text())
+    assert record["shape"]["hidden"] == 96 and record["source_shape"] == SMALL_SHAPE
+    counted = sum(p.numel() for p in load(tmp_path / "large").parameters())
+    assert record["parameters"] == counted
+    refused = CliRunner().invoke(
+        inflate_model.app, [str(small), str(tmp_path / "other"), "--shape", shape.replace("96", "9")]
+    )
+    assert refused.exit_code == 2 and "hidden=9 is smaller" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("cpu-50m", 50), ("cpu-100m", 100), ("cpu-150m", 150), ("llama-1b", 1000), ("llama-8b", 8000)],
+)
+def test_named_shapes_hold_the_shipped_target_and_cost_what_they_say(name, millions):
+    shape = parse_shape(name)
+    small = inflate_model._Small(PAIR / "target")
+    inflate_model._check_shape(small, shape)
+    kv_heads = shape.heads * small.kv_heads // small.heads
+    attention = 2 * shape.hidden * small.head_dim * (shape.heads + kv_heads)
+    layer = attention + 3 * shape.hidden * shape.intermediate
+    total = shape.layers * layer + small.config["vocab_size"] * shape.hidden
+    assert 0.85 * millions < total / 1e6 < 1.25 * millions
+
+
+CACHED = InflatedShape(96, 3, 6, 100)
+
+
+def _ensure(small: str, cache: str) -> str:
+    return str(ensure_inflated(small, CACHED, cache_dir=cache))
+
+
+def test_cache_is_keyed_on_content_shape_dtype_and_seed(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_TETRIS_CACHE", str(tmp_path / "cache"))
+    first = ensure_inflated(small, CACHED)
+    assert first.parent == tmp_path / "cache"
+    assert_same_function(small, first, random_prompts(2))
+
+    monkeypatch.setattr(inflate_model, "inflate", lambda *_: pytest.fail("made again"))
+    assert ensure_inflated(small, "hidden=96,layers=3,heads=6,intermediate=100") == first
+    monkeypatch.undo()
+    monkeypatch.setenv("SGLANG_TETRIS_CACHE", str(tmp_path / "cache"))
+
+    changed = tmp_path / "changed"
+    shutil.copytree(small, changed)
+    _rewrite(changed, lambda name, t: t + 1e-3 if name == "model.norm.weight" else t)
+    others = {
+        ensure_inflated(small, InflatedShape(96, 3, 6, 101)),
+        ensure_inflated(small, CACHED, dtype="bfloat16"),
+        ensure_inflated(small, CACHED, seed=1),
+        ensure_inflated(changed, CACHED),
+    }
+    assert len(others) == 4 and first not in others
+    assert_same_function(changed, ensure_inflated(changed, CACHED), random_prompts(2))
+
+
+def test_processes_that_race_for_the_cache_get_the_same_complete_model(small, tmp_path):
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        folders = pool.starmap(_ensure, [(str(small), str(tmp_path / "cache"))] * 3, chunksize=1)
+    assert len(set(folders)) == 1
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [Path(folders[0]).name], (
+        "nothing half-made is left"
+    )
+    assert_same_function(small, Path(folders[0]), random_prompts(2))
+
+
+def test_a_failed_inflation_leaves_no_entry_in_the_cache(small, tmp_path, monkeypatch):
+    def fail_midway(folder, out, *_):
+        (Path(out) / "model-00001-of-00002.safetensors").touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(inflate_model, "inflate", fail_midway)
+    with pytest.raises(OSError, match="disk full"):
+        ensure_inflated(small, CACHED, cache_dir=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
