@@ -108,8 +108,11 @@ def prompts() -> list[dict]:
 
 @pytest.fixture(scope="session")
 def mixed_prompts(prompts) -> list[str]:
-    """64 prompts, kinds and lengths interleaved."""
+    """64 prompts, kinds and lengths interleaved (the file lists each kind from short to long)."""
     by_kind: dict[str, list[str]] = {}
     for prompt in prompts:
         by_kind.setdefault(prompt["kind"], []).append(prompt["text"])
-    return [text for group in zip(*by_kind.values(), strict=False) for text in group][:64]
+    spread = [group[:: len(group) // 16][:16] for group in by_kind.values()]
+    mixed = [text for group in zip(*spread, strict=True) for text in group]
+    # Short and long ones in flight together: 37 and 64 share no factor.
+    return [mixed[37 * i % 64] for i in range(64)]
