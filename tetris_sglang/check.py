@@ -8,8 +8,8 @@ import io
 import json
 import logging
 import os
-import platform
 import pkgutil
+import platform
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -61,7 +61,9 @@ def print_table(findings: Sequence[Finding], console: Console | None = None) -> 
     console = console or Console()
     console.print(table)
     problems = sum(finding.status == "problem" for finding in findings)
-    verdict = f"{problems} problem(s) would stop TETRIS." if problems else "Nothing found that would stop TETRIS."
+    verdict = (
+        f"{problems} problem(s) would stop TETRIS." if problems else "Nothing found that would stop TETRIS."
+    )
     console.print(f"\n{verdict}", style=_STYLES["problem" if problems else "ok"])
 
 
@@ -79,7 +81,9 @@ def _check_versions() -> Iterator[Finding]:
     try:
         yield Finding("ok", "torch", metadata.version("torch"))
     except metadata.PackageNotFoundError:
-        yield Finding("problem", "torch", "not installed. It comes with SGLang: make env, or pip install tetris-sglang.")
+        yield Finding(
+            "problem", "torch", "not installed. It comes with SGLang: make env, or pip install tetris-sglang."
+        )
     try:
         yield Finding("ok", "sglang", f"{check_sglang_version()}, supported")
     except RuntimeError as error:
@@ -91,7 +95,8 @@ def _check_libraries() -> Iterator[Finding]:
         yield Finding(
             "hint",
             "libnuma",
-            "missing. SGLang binds memory to NUMA nodes with it and serves without: apt-get install libnuma1.",
+            "missing; a server starts without it. SGLang binds GPU servers to NUMA nodes with it: apt-get install "
+            "libnuma1.",
         )
 
 
@@ -124,7 +129,9 @@ def _check_entry_points() -> Iterator[Finding]:
             f"Unset the variable.",
         )
     if not allowed and not selected:
-        yield Finding("ok", "entry points", f"{_ENTRY_POINT} in {' and '.join(ENTRY_POINT_GROUPS)}, not filtered")
+        yield Finding(
+            "ok", "entry points", f"{_ENTRY_POINT} in {' and '.join(ENTRY_POINT_GROUPS)}, not filtered"
+        )
 
 
 def _check_variables() -> Iterator[Finding]:
@@ -181,7 +188,9 @@ def _check_sglang(server_arguments: list[str]) -> Iterator[Finding]:
     for name in missing:
         yield Finding("problem", "symbol", f"{name} is missing in this SGLang. {_SUPPORTED_RELEASE}")
     if not missing:
-        yield Finding("ok", "symbols", f"all {len(inventory.SYMBOLS)} upstream symbols that TETRIS relies on are there")
+        yield Finding(
+            "ok", "symbols", f"all {len(inventory.SYMBOLS)} upstream symbols that TETRIS relies on are there"
+        )
     yield from _check_arguments(server_arguments)
 
 
@@ -243,12 +252,14 @@ def _check_arguments(server_arguments: list[str]) -> Iterator[Finding]:
     except SystemExit:
         yield Finding("problem", "arguments", usage.getvalue().rpartition("error: ")[2].strip())
         return
-    except Exception as error:  # whatever would end the server's start-up
+    except Exception as error:  # noqa: BLE001 - whatever would end the server's start-up
         yield Finding("problem", "arguments", f"{type(error).__name__}: {error}")
         return
     resolved = resolving_view(args)
     if resolved.speculative_algorithm != "TETRIS":
-        yield Finding("hint", "arguments", f"--speculative-algorithm {resolved.speculative_algorithm} is not TETRIS.")
+        yield Finding(
+            "hint", "arguments", f"--speculative-algorithm {resolved.speculative_algorithm} is not TETRIS."
+        )
         return
     yield Finding("ok", "attention backend", str(resolved.attention_backend))
     config = TetrisConfig.from_environment(resolved.speculative_num_steps)

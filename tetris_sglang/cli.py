@@ -34,9 +34,12 @@ def check(
 @app.command()
 def explain(
     batch_size: Annotated[int | None, typer.Option(help="Running requests.", show_default="5")] = None,
-    max_draft: Annotated[int | None, typer.Option(help="Tokens drafted per request.", show_default="6")] = None,
+    max_draft: Annotated[
+        int | None, typer.Option(help="Tokens drafted per request.", show_default="6")
+    ] = None,
     capacity_tokens: Annotated[
-        int | None, typer.Option(help="Draft tokens verified over the whole batch.", show_default="2 per request")
+        int | None,
+        typer.Option(help="Draft tokens verified over the whole batch.", show_default="2 per request"),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the invented probabilities.", show_default="0")] = None,
 ) -> None:
@@ -51,8 +54,12 @@ def demo(
     shape: Annotated[
         str | None, typer.Option(help="What the trained target is inflated to.", show_default="cpu-100m")
     ] = None,
-    repeats: Annotated[int | None, typer.Option(help="Passes per server and concurrency.", show_default="3")] = None,
-    num_steps: Annotated[int | None, typer.Option(help="Tokens drafted per request.", show_default="6")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Passes per server and concurrency.", show_default="3")
+    ] = None,
+    num_steps: Annotated[
+        int | None, typer.Option(help="Tokens drafted per request.", show_default="6")
+    ] = None,
     capacity_per_request: Annotated[
         int | None, typer.Option(help="Of those, verified on average.", show_default="4")
     ] = None,

@@ -57,6 +57,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
 )
 
+
 class Symbol(NamedTuple):
     name: str
     """Dotted name upstream."""
@@ -72,9 +73,17 @@ _BAG = _SRT + "arg_groups.fields."
 
 SYMBOLS: tuple[Symbol, ...] = (
     # -- registration and arguments
-    Symbol(_SRT + "plugins.hook_registry.HookRegistry", ("register", "_patched"), "hooks, and proof that they landed"),
+    Symbol(
+        _SRT + "plugins.hook_registry.HookRegistry",
+        ("register", "_patched"),
+        "hooks, and proof that they landed",
+    ),
     Symbol(_SRT + "plugins.hook_registry.HookType", ("BEFORE", "AFTER"), "kinds of hooks"),
-    Symbol(_SPEC + "spec_info.SpeculativeAlgorithm", ("create_future_map", "from_string", "register"), "the registry"),
+    Symbol(
+        _SPEC + "spec_info.SpeculativeAlgorithm",
+        ("create_future_map", "from_string", "register"),
+        "the registry",
+    ),
     Symbol(
         _SPEC + "spec_info.SpeculativeAlgorithm.register",
         ("name", "supports_overlap", "spec_class"),
@@ -92,10 +101,20 @@ SYMBOLS: tuple[Symbol, ...] = (
         "what SGLang asks of a registered algorithm",
     ),
     Symbol(_SPEC + "spec_registry.get_spec", ("name",), "whether TETRIS is registered"),
-    Symbol(_SRT + "arg_groups.overrides.resolving_view", ("server_args",), "arguments while they are resolved"),
-    Symbol(_SRT + "arg_groups.resolution_hooks.register_resolution_hook", ("name",), "validation before loading"),
-    Symbol(_SRT + "arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",), "the step validated"),
-    Symbol(_SRT + "entrypoints.engine.Engine", ("server_args_class",), "speculative_tetris_* arguments of Engine"),
+    Symbol(
+        _SRT + "arg_groups.overrides.resolving_view", ("server_args",), "arguments while they are resolved"
+    ),
+    Symbol(
+        _SRT + "arg_groups.resolution_hooks.register_resolution_hook", ("name",), "validation before loading"
+    ),
+    Symbol(
+        _SRT + "arg_groups.speculative_hook.handle_speculative_decoding",
+        ("server_args",),
+        "the step validated",
+    ),
+    Symbol(
+        _SRT + "entrypoints.engine.Engine", ("server_args_class",), "speculative_tetris_* arguments of Engine"
+    ),
     Symbol(_SRT + "runtime_context.get_device", (), "resolved configuration"),
     Symbol(_SRT + "runtime_context.get_schedule", (), "resolved configuration"),
     Symbol(_SRT + "runtime_context.get_spec", (), "resolved configuration"),
@@ -136,8 +155,14 @@ SYMBOLS: tuple[Symbol, ...] = (
         ),
         "requests are refused, and stop tokens masked, by these fields",
     ),
-    Symbol(_SRT + "managers.io_struct.BatchStrOutput", ("spec_num_cap_tokens",), "selected tokens of a request"),
-    Symbol(_SRT + "managers.io_struct.BatchTokenIDOutput", ("spec_num_cap_tokens",), "selected tokens of a request"),
+    Symbol(
+        _SRT + "managers.io_struct.BatchStrOutput", ("spec_num_cap_tokens",), "selected tokens of a request"
+    ),
+    Symbol(
+        _SRT + "managers.io_struct.BatchTokenIDOutput",
+        ("spec_num_cap_tokens",),
+        "selected tokens of a request",
+    ),
     Symbol(
         _SRT + "managers.schedule_batch.Req",
         ("origin_input_ids", "sampling_params", "tokenizer", "eos_token_ids"),
@@ -211,9 +236,17 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("DECODE", "DRAFT_EXTEND_V2", "TARGET_VERIFY", "is_extend"),
         "kinds of passes",
     ),
-    Symbol(_FORWARD + "forward_context.ForwardContext", ("attn_backend",), "one attention backend per draft pass"),
-    Symbol(_FORWARD + "forward_context.forward_context", ("ctx", "forward_batch"), "one backend per draft pass"),
-    Symbol(_FORWARD + "model_runner.ModelRunner", ("attn_backend", "forward", "model_config", "sampler"), "both models"),
+    Symbol(
+        _FORWARD + "forward_context.ForwardContext", ("attn_backend",), "one attention backend per draft pass"
+    ),
+    Symbol(
+        _FORWARD + "forward_context.forward_context", ("ctx", "forward_batch"), "one backend per draft pass"
+    ),
+    Symbol(
+        _FORWARD + "model_runner.ModelRunner",
+        ("attn_backend", "forward", "model_config", "sampler"),
+        "both models",
+    ),
     Symbol(_FORWARD + "model_runner.ModelRunner.forward", ("forward_batch",), "the draft's passes"),
     Symbol(
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
@@ -301,10 +334,19 @@ SYMBOLS: tuple[Symbol, ...] = (
     # -- logits and sampling
     Symbol(
         _SRT + "layers.sampler.Sampler.forward",
-        ("logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions"),
+        (
+            "logits_output",
+            "sampling_info",
+            "return_logprob",
+            "top_logprobs_nums",
+            "token_ids_logprobs",
+            "positions",
+        ),
         "draws the target's tokens",
     ),
-    Symbol(_SRT + "layers.logits_processor.LogitsProcessorOutput", ("next_token_logits",), "the target's logits"),
+    Symbol(
+        _SRT + "layers.logits_processor.LogitsProcessorOutput", ("next_token_logits",), "the target's logits"
+    ),
     Symbol(
         _SRT + "layers.logprob_processor.compute_spec_logprobs",
         ("batch", "logits_output", "predict", "chain_stride"),
@@ -378,9 +420,7 @@ def verify_landed() -> None:
     from tetris_sglang.runtime import cpu
 
     missing = [
-        hook.target
-        for hook in HOOKS
-        if _belongs_here(hook) and hook.target not in HookRegistry._patched
+        hook.target for hook in HOOKS if _belongs_here(hook) and hook.target not in HookRegistry._patched
     ]
     if get_spec("TETRIS") is None:
         missing.append("the registration of TETRIS")
