@@ -4,9 +4,9 @@
     python benchmarks/bench_serving.py --full --resume      # every k, every number of extra drafts; hours
     python benchmarks/bench_serving.py --arms none,tetris --k 3 --extra 1,2,3 --concurrency 1,16
 
-Load comes from SGLang's own `python -m sglang.bench_serving`, called in this process with the arguments printed below.
-Several servers are up at once, all but the measured one frozen, and every repeat visits all of them, so that a change of
-the machine's speed meets every arm alike. See benchmarks/README.md.
+Load comes from SGLang's own `python -m sglang.bench_serving`, called in this process with the arguments that
+are printed. Several servers are up at once, all but the measured one frozen, and every repeat visits all of
+them, so that a change of the machine's speed meets every arm alike. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ START_TIMEOUT_S = 600.0
 _RECORDS_TIMEOUT_S = 20.0
 
 
-# -- what is compared -----------------------------------------------------------------------------------------------
+# -- what is compared ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Settings:
         return max(self.min_prompts, concurrency)
 
     def build_arms(self) -> list[Arm]:
-        """The reference first, then k by k, so that what is compared at equal k shares a group of live servers."""
+        """The reference first, then k by k: what is compared at equal k shares a group of live servers."""
         arms = [Arm(REFERENCE)]
         for k in self.k:
             if "standalone" in self.families:
@@ -135,13 +135,13 @@ def group_arms(arms: Sequence[Arm], live_servers: int) -> list[list[Arm]]:
 
 
 def order_arms(arms: Sequence[Arm], repeat: int) -> list[Arm]:
-    """Rotate from repeat to repeat and reverse every other one, so that no arm always follows the same one."""
+    """Rotate from repeat to repeat and reverse every other one: no arm always follows the same one."""
     start = repeat % len(arms)
     rotated = [*arms[start:], *arms[:start]]
     return rotated[::-1] if repeat % 2 else rotated
 
 
-# -- results on disk --------------------------------------------------------------------------------------------------
+# -- results on disk -----------------------------------------------------------------------------------------
 
 
 class ResultsFile:
@@ -238,7 +238,7 @@ def describe_commit() -> str:
     return commit.stdout.strip() + (" with uncommitted changes" if changes.stdout.strip() else "")
 
 
-# -- running ----------------------------------------------------------------------------------------------------------
+# -- running -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -300,7 +300,7 @@ def bench_serving_arguments(
     temperature: float,
     output_file: Path,
 ) -> list[str]:
-    """The arguments of `python -m sglang.bench_serving`. It shuffles with its seed: the same order for every arm."""
+    """The arguments of `python -m sglang.bench_serving`; its seed shuffles every arm's prompts alike."""
     return [
         *("--backend", "sglang", "--base-url", url),
         *("--dataset-name", "custom", "--dataset-path", str(dataset), "--seed", str(settings.seed)),
@@ -400,7 +400,8 @@ class Bench:
         needed = max(map(settings.num_prompts, settings.concurrency))
         if len(self.texts) < needed:
             raise ValueError(
-                f"{prompts} holds {len(self.texts)} prompts, {needed} are needed: lower --prompts or --concurrency"
+                f"{prompts} holds {len(self.texts)} prompts and {needed} are needed: lower --prompts or "
+                "--concurrency"
             )
 
     def server_arguments(self, arm: Arm, records_folder: Path) -> list[str]:
@@ -513,7 +514,7 @@ def check_memory(num_servers: int, meminfo: Path = Path("/proc/meminfo")) -> Non
         )
 
 
-# -- command line -----------------------------------------------------------------------------------------------------
+# -- command line --------------------------------------------------------------------------------------------
 
 QUICK = {"arms": "none,standalone,tetris,uniform", "k": "2,4", "extra": "2", "temperature": "0", "prompts": 4}
 FULL = {"arms": ",".join(FAMILIES), "k": "1,2,3,4,5", "extra": "1,2,3", "temperature": "0,1", "prompts": 32}
@@ -628,7 +629,8 @@ def main(
                 highlight=False,
             )
             for arm in arm_list:
-                console.print(f"{arm.name}: {shlex.join(arm.flags(pair / 'draft', settings.phase_times))}", soft_wrap=True, highlight=False)  # fmt: skip
+                flags = shlex.join(arm.flags(pair / "draft", settings.phase_times))
+                console.print(f"{arm.name}: {flags}", soft_wrap=True, highlight=False)
             bench.run(groups)
     except (ValueError, RunFailed) as error:
         console.print(f"[red]error:[/] {error}", highlight=False)

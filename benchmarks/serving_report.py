@@ -1,8 +1,10 @@
-"""Tables and plots of bench_serving.py's samples, from its JSON alone: `python benchmarks/serving_report.py FILE.json`.
+"""Tables and plots of bench_serving.py's samples, from its JSON alone.
 
-A sample is one run of one arm. Runs of one round (same group of live servers, temperature, concurrency and repeat) were
-taken one after the other, so every arm is divided by the reference of its own round; a cell is the median of those
-ratios with their smallest and largest value.
+    python benchmarks/serving_report.py benchmarks/results/serving.json
+
+A sample is one run of one arm. Runs of one round (same group of live servers, temperature, concurrency and
+repeat) were taken one after the other, so every arm is divided by the reference of its own round; a cell is the
+median of those ratios with their smallest and largest value.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def summarise_ratios(ratios: Sequence[float]) -> Ratio:
 
 
 def build_cells(samples: Sequence[Sample]) -> list[Cell]:
-    """Every (temperature, concurrency, arm) that was measured beside the reference, in the order of the samples."""
+    """Every (temperature, concurrency, arm) measured beside the reference, in the order of the samples."""
     cells = []
     for temperature in sorted({s["temperature"] for s in samples}):
         for concurrency in sorted({s["concurrency"] for s in samples}):
@@ -133,7 +135,7 @@ def _count_identical(samples: Sequence[Sample], arm: str) -> tuple[int, int]:
     return sum(mine == theirs for mine, theirs in pairs), len(pairs)
 
 
-# -- what is expected of TETRIS -------------------------------------------------------------------------------------
+# -- what is expected of TETRIS ------------------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
@@ -144,7 +146,7 @@ class Verdict(NamedTuple):
 
 
 def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
-    """Check what the method promises, on medians; an expectation without a cell to check it on is left out."""
+    """Check on medians what the method promises; what no cell can check is left out."""
     standalone = {
         (c.temperature, c.concurrency, arms[c.arm]["k"]): c for c in cells if _is(arms, c, "standalone")
     }
@@ -219,7 +221,7 @@ def _verdict(expectation: str, checks: Iterable[tuple[str, bool, str]]) -> Verdi
     return Verdict(expectation, not failed, "; ".join(failed) or f"in all {len(checks)} cells")
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables --------------------------------------------------------------------------------------------------
 
 _COLUMNS = (
     "arm",
@@ -244,9 +246,9 @@ _SHORT = {
     "same text": "same\ntext",
 }
 _CAPTION = (
-    "Ratios to no speculation, median (smallest..largest) over paired repeats; throughput above 1 wins, latency "
-    "below 1 wins. Accept length: tokens emitted per request and step, bonus included. Success rate: accepted of "
-    "verified drafts. Verified per step: target rows per request and step, root included."
+    "Ratios to no speculation, median (smallest..largest) over paired repeats; throughput above 1 wins, "
+    "latency below 1 wins. Accept length: tokens emitted per request and step, bonus included. Success rate: "
+    "accepted of verified drafts. Verified per step: target rows per request and step, root included."
 )
 
 
@@ -345,8 +347,9 @@ def render_markdown(results: Results) -> str:
         (
             f"{provenance['cpu']}, {provenance['cores']} cores; SGLang {provenance['sglang']}, torch "
             f"{provenance['torch']}, tetris-sglang {provenance['tetris_sglang']} at {provenance['commit']}; "
-            f"{provenance['date']}; target shape `{settings['shape']}`, {settings['output_len']} output tokens, "
-            f"{settings['repeats']} interleaved repeats, seed {settings['seed']}."
+            f"{provenance['date']}; target shape `{settings['shape']}`, "
+            f"{settings['output_len']} output tokens, {settings['repeats']} interleaved repeats, "
+            f"seed {settings['seed']}."
         ),
         "",
         f"    {provenance['command']}",
@@ -372,11 +375,11 @@ def render_markdown(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-# -- plot -------------------------------------------------------------------------------------------------------------
+# -- plot ----------------------------------------------------------------------------------------------------
 
 
 def plot(results: Results, path: Path) -> None:
-    """Throughput ratio against concurrency, success rate against capacity, phase times; one row per temperature."""
+    """Throughput against concurrency, success rate against capacity, phase times; a row per temperature."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -401,7 +404,12 @@ def plot(results: Results, path: Path) -> None:
     pyplot.close(figure)
 
 
-_STYLES = {"standalone": ("tab:orange", "s", "--"), "tetris": ("tab:blue", "o", "-"), "uniform": ("tab:green", "^", ":"), "random": ("tab:red", "x", ":")}  # fmt: skip
+_STYLES = {
+    "standalone": ("tab:orange", "s", "--"),
+    "tetris": ("tab:blue", "o", "-"),
+    "uniform": ("tab:green", "^", ":"),
+    "random": ("tab:red", "x", ":"),
+}
 
 
 def _plot_throughput(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:

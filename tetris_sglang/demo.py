@@ -57,14 +57,14 @@ def demo(
 
     Args:
         console: where to draw; default: the terminal.
-        shape: what the trained target is inflated to (scripts/inflate_model.py), for a realistic cost per pass.
+        shape: what the target is inflated to, for a realistic cost per pass (scripts/inflate_model.py).
         repeats: interleaved passes per server and concurrency.
         pair: folder with target/, draft/ and prompts.jsonl.
         num_steps: tokens drafted per request and step.
         capacity_per_request: of those, how many are verified on average.
     Raises:
-        typer.Exit: 1 if a greedy output differs from the one without speculation, 2 if something is missing, 130 after
-            Ctrl-C; the servers are gone in every case.
+        typer.Exit: 1 if a greedy output differs from the one without speculation, 2 if something is missing,
+            130 after Ctrl-C; the servers are gone in every case.
     """
     console = console or Console()
     try:
@@ -87,8 +87,8 @@ def _run(
     prompts = _read_prompts(pair)
     console.rule("1. A model pair")
     console.print(
-        f"A small trained target and its draft are in {_shorten(pair)}. The target is embedded exactly into a larger "
-        f"architecture ({shape}): the same function at a larger model's cost.",
+        f"A small trained target and its draft are in {_shorten(pair)}. The target is embedded exactly into "
+        f"a larger architecture ({shape}): the same function at a larger model's cost.",
         highlight=False,
     )
     target = _inflate(pair / "target", shape)
@@ -118,8 +118,8 @@ def _run(
 
         console.rule("3. TETRIS through the OpenAI API")
         console.print(
-            "Each piece (one colour, or between two bars) came out of one pass of the target: the accepted drafts and "
-            "one token of its own.\n",
+            "Each piece (one colour, or between two bars) came out of one pass of the target: the accepted "
+            "drafts and one token of its own.\n",
             highlight=False,
         )
         with _awake(servers["TETRIS"]) as server:
@@ -136,7 +136,7 @@ def _run(
     return _report(runs, console)
 
 
-# -- the pair -------------------------------------------------------------------------------------------------------
+# -- the pair ------------------------------------------------------------------------------------------------
 
 
 def _read_prompts(pair: Path) -> list[str]:
@@ -182,7 +182,7 @@ def _shorten(argument: Path | str) -> str:
     return shlex.quote(text)
 
 
-# -- the servers ----------------------------------------------------------------------------------------------------
+# -- the servers ---------------------------------------------------------------------------------------------
 
 
 def _start(
@@ -219,7 +219,7 @@ class _awake:
             self._server.pause()
 
 
-# -- what is shown ----------------------------------------------------------------------------------------------------
+# -- what is shown -------------------------------------------------------------------------------------------
 
 
 def _stream_completion(client: openai.OpenAI, prompt: str, console: Console) -> None:
@@ -326,9 +326,9 @@ def _report(runs: dict[tuple[str, int], list[Run]], console: Console) -> tuple[i
         identical, total = identical + sum(same), total + len(same)
     console.print(table)
     console.print(
-        "Ratio: median and smallest..largest of the paired repeats. Accept length: tokens per request and step. "
-        "Success rate: accepted of verified drafts. Verified per step: rows of one target pass, one root per request "
-        "included.",
+        "Ratio: median and smallest..largest of the paired repeats. Accept length: tokens per request and "
+        "step. Success rate: accepted of verified drafts. Verified per step: rows of one target pass, one root per "
+        "request included.",
         style="dim",
         highlight=False,
     )

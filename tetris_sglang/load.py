@@ -49,14 +49,15 @@ def flush_cache(url: str) -> None:
     requests.post(f"{url}/flush_cache", params={"timeout": 30}, timeout=_TIMEOUT_S).raise_for_status()
 
 
-# -- per request: SGLang's meta_info ------------------------------------------------------------------------------
+# -- per request: SGLang's meta_info -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DraftCounts:
     """Summed over finished requests; the same definition for every speculative algorithm.
 
-    verify_steps: target passes that a request took part in. selected: drafts verified in them. accepted: drafts kept.
+    verify_steps: target passes that a request took part in. selected: drafts verified in them. accepted:
+    those kept.
     """
 
     verify_steps: int = 0
@@ -93,7 +94,7 @@ def count_drafts(meta_infos: Iterable[Mapping[str, Any]]) -> DraftCounts:
     return DraftCounts(steps, selected, accepted)
 
 
-# -- per server: TETRIS's section of /server_info -----------------------------------------------------------------
+# -- per server: TETRIS's section of /server_info ------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class ServerProcess:
         return self._process
 
     def pause(self) -> None:
-        """Freeze the server and its children: they keep their memory and use no processor time until `resume`."""
+        """Freeze the server and its children: they keep their memory and use no processor time."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -150,10 +150,10 @@ def start_all(
     """Start servers side by side and call `prepare` on each once it answers.
 
     Args:
-        prepare: may raise ServerFailed or OSError (which requests' own errors are), and the server is stopped.
+        prepare: may raise ServerFailed or OSError (as `requests` does); that server is then stopped.
     Returns:
-        For each server None, or why it is not running. Stopping those that run is the caller's part, but for an
-        interruption, which stops all.
+        For each server None, or why it is not running. Those that run are the caller's to stop; an
+        interruption stops all.
     """
 
     def start(server: ServerProcess) -> Exception | None:

@@ -17,7 +17,15 @@ import serving_report as report
 
 from tetris_sglang.load import DraftCounts, StepCounts, count_drafts, parse_step_counts
 
-OPTIONS = {"concurrency": "1,16", "output_len": 64, "repeats": 3, "shape": "s", "live_servers": 3, "phase_times": True, "seed": 0}  # fmt: skip
+OPTIONS = {
+    "concurrency": "1,16",
+    "output_len": 64,
+    "repeats": 3,
+    "shape": "s",
+    "live_servers": 3,
+    "phase_times": True,
+    "seed": 0,
+}
 
 
 def make_settings(**options):
@@ -63,8 +71,8 @@ def results():
                 ),
             ]
     provenance = {
-        "cpu": "Some CPU", "cores": 2, "python": "3.11", "torch": "2", "sglang": "0.5.23", "tetris_sglang": "0.1",
-        "commit": "abc", "command": "python benchmarks/bench_serving.py", "date": "2026-01-01",
+        "cpu": "Some CPU", "cores": 2, "python": "3.11", "torch": "2", "sglang": "0.5.23",
+        "tetris_sglang": "0.1", "commit": "abc", "command": "python bench", "date": "2026-01-01",
     }  # fmt: skip
     settings = {"shape": "cpu-100m", "output_len": 64, "repeats": 2, "seed": 0}
     return {
@@ -83,7 +91,7 @@ def cell_of(results, arm, concurrency):
     return found
 
 
-# -- ratios -----------------------------------------------------------------------------------------------------------
+# -- ratios --------------------------------------------------------------------------------------------------
 
 
 def test_a_ratio_is_taken_within_its_round_and_not_over_medians(results):
@@ -140,7 +148,7 @@ def test_sampled_outputs_are_not_compared():
     assert [c.identical for c in report.build_cells(samples)] == [None, None]
 
 
-# -- verdicts ---------------------------------------------------------------------------------------------------------
+# -- verdicts ------------------------------------------------------------------------------------------------
 
 
 def verdicts_of(results):
@@ -168,7 +176,7 @@ def test_expectations_without_a_cell_are_left_out(results):
     assert not any("STANDALONE" in expectation for expectation in verdicts_of(results))
 
 
-# -- rendering --------------------------------------------------------------------------------------------------------
+# -- rendering -----------------------------------------------------------------------------------------------
 
 
 def test_losing_cells_are_printed_as_losing(results):
@@ -200,7 +208,7 @@ def test_reports_are_rendered_from_the_json_alone(results, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-# -- arms, groups, order ----------------------------------------------------------------------------------------------
+# -- arms, groups, order -------------------------------------------------------------------------------------
 
 
 def test_flags_verify_k_and_draft_k_and_extra():
@@ -227,7 +235,8 @@ def test_every_flag_is_one_that_tetris_declares():
 
 def test_every_group_has_the_reference_and_every_arm_is_in_one_group():
     arms = make_settings(arms="none,standalone,tetris,uniform", k="1,2", extra="1,2").build_arms()
-    assert [a.name for a in arms[:6]] == ["none", "standalone k=1", "tetris k=1+1", "uniform k=1+1", "tetris k=1+2", "uniform k=1+2"]  # fmt: skip
+    first = "none", "standalone k=1", "tetris k=1+1", "uniform k=1+1", "tetris k=1+2", "uniform k=1+2"
+    assert tuple(arm.name for arm in arms[:6]) == first
     groups = bench.group_arms(arms, live_servers=4)
     assert all(group[0] == arms[0] and len(group) <= 4 for group in groups)
     assert [arm for group in groups for arm in group[1:]] == arms[1:]
@@ -265,7 +274,7 @@ def test_prompts_cover_the_concurrency():
     assert (settings.num_prompts(1), settings.num_prompts(16)) == (4, 16)
 
 
-# -- resumption -------------------------------------------------------------------------------------------------------
+# -- resumption ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -311,7 +320,7 @@ def test_without_resume_earlier_samples_are_dropped(interrupted):
     assert bench.ResultsFile(path, settings, arms, resume=False).results["samples"] == []
 
 
-# -- provenance and the machine ---------------------------------------------------------------------------------------
+# -- provenance and the machine ------------------------------------------------------------------------------
 
 
 def test_provenance_names_processor_versions_and_command(tmp_path, monkeypatch):
@@ -339,7 +348,7 @@ def test_the_reason_of_a_failed_start_is_its_last_error():
     assert bench.last_words("no answer after 600 s.\nINFO last") == "INFO last"
 
 
-# -- counts -----------------------------------------------------------------------------------------------------------
+# -- counts --------------------------------------------------------------------------------------------------
 
 
 def test_draft_counts_use_one_definition_for_standalone_and_tetris():
