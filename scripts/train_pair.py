@@ -492,7 +492,7 @@ def next_token_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 
 def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """KL from the target's distribution, for sampled requests, and cross-entropy to its argmax, for greedy."""
+    """KL from the target's distribution (sampled requests) plus cross-entropy to its argmax (greedy ones)."""
     with torch.no_grad():
         target_logits = target(tokens[:, :-1], use_cache=False).logits.flatten(0, 1)
     draft_log_probs = draft(tokens[:, :-1], use_cache=False).logits.flatten(0, 1).log_softmax(-1)
