@@ -141,7 +141,7 @@ def test_counters_agree(overlap, mixed_prompts):
     # One row per verified token: the roots and the selected drafts, no padding.
     assert step["verified_rows"] == step["num_requests"] + step["selected_tokens"]
     assert step["verified_rows"] < step["num_requests"] * (NUM_STEPS + 1)
-    assert step["drafted_tokens"] == NUM_STEPS * step["num_requests"]
+    assert 2 * step["num_requests"] <= step["drafted_tokens"] <= NUM_STEPS * step["num_requests"]
     # floor(2.5 * batch) in every step
     assert 2.0 * step["num_requests"] <= step["selected_tokens"] <= 2.5 * step["num_requests"]
     increase = [round(b - a) for a, b in zip(metrics_before, metrics_after, strict=True)]
@@ -149,7 +149,7 @@ def test_counters_agree(overlap, mixed_prompts):
 
     for output in outputs:
         meta = output["meta_info"]
-        assert meta["spec_num_proposed_drafts"] == NUM_STEPS * meta["spec_verify_ct"]
+        assert meta["spec_num_proposed_drafts"] <= NUM_STEPS * meta["spec_verify_ct"]
         assert 0 <= meta["spec_num_correct_drafts"] <= meta["spec_num_selected_drafts"] <= meta["spec_num_proposed_drafts"]
         # The prefill's token, then per step the accepted drafts and a bonus; the last step may overshoot.
         emitted = 1 + meta["spec_verify_ct"] + meta["spec_num_correct_drafts"]
@@ -157,6 +157,14 @@ def test_counters_agree(overlap, mixed_prompts):
     # Under overlap a request that ends may ride in one more step, so the process counts at least what requests report.
     assert sum(o["meta_info"]["spec_num_selected_drafts"] for o in outputs) <= step["selected_tokens"]
     assert sum(o["meta_info"]["spec_verify_ct"] for o in outputs) <= step["num_requests"]
+
+
+def test_a_lone_request_drafts_no_deeper_than_the_capacity(overlap, plain, mixed_prompts):
+    """Capacity floor(2.5 * 1) = 2: drafting five tokens would be lost work."""
+    output = overlap.generate(mixed_prompts[5], max_new_tokens=40, ignore_eos=True)
+    meta = output["meta_info"]
+    assert meta["spec_num_proposed_drafts"] == meta["spec_num_selected_drafts"] == 2 * meta["spec_verify_ct"]
+    assert output["text"] == plain.generate(mixed_prompts[5], max_new_tokens=40, ignore_eos=True)["text"]
 
 
 def test_selection_differs_between_requests(overlap, mixed_prompts):

@@ -23,9 +23,9 @@ from torch import Tensor
 
 class DraftChains(NamedTuple):
     tokens: Tensor
-    """[batch, num_steps] int64, the draft's most likely continuation."""
+    """[batch, depth] int64, the draft's most likely continuation."""
     probs: Tensor
-    """[batch, num_steps] float32, the draft's probability of each token given the ones before it."""
+    """[batch, depth] float32, the draft's probability of each token given the ones before it."""
 
 
 def make_draft_input(last_tokens: Tensor, bonus_tokens: Tensor) -> EagleDraftInput:
@@ -67,17 +67,17 @@ class TetrisDraftWorker(StandaloneDraftWorker):
         forward_batch.return_logprob = False
         self.draft_runner.forward(forward_batch)
 
-    def draft_chains(self, batch) -> DraftChains:
-        """Draft num_steps tokens for every request: one pass of two tokens, then num_steps - 1 of one.
+    def draft_chains(self, batch, depth: int) -> DraftChains:
+        """Draft `depth` tokens for every request: one pass of two tokens, then depth - 1 of one.
 
         Args:
             batch: the decode ScheduleBatch inside SGLang's forward isolation, which undoes what is set here;
                 batch.spec_info from `make_draft_input`, batch.seq_lens [batch] = tokens with target KV.
+            depth: 1..num_steps.
         """
         draft_input, seq_lens = batch.spec_info, batch.seq_lens
-        batch_size, device = seq_lens.shape[0], seq_lens.device
-        # Columns: positions seq_lens - 1 ... seq_lens + num_steps - 1 of each request.
-        positions = (seq_lens - 1).unsqueeze(1) + torch.arange(self.speculative_num_steps + 1, device=device)
+        # Columns: positions seq_lens - 1 ... seq_lens + depth - 1 of each request.
+        positions = (seq_lens - 1).unsqueeze(1) + torch.arange(depth + 1, device=seq_lens.device)
         slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices.unsqueeze(1), positions].to(torch.int64)
         temperatures = batch.sampling_info.temperatures
 
@@ -86,11 +86,11 @@ class TetrisDraftWorker(StandaloneDraftWorker):
         tokens, probs = _most_likely(logits, temperatures)
         token_columns, prob_columns = [tokens], [probs]
 
-        if self.speculative_num_steps > 1:
+        if depth > 1:
             forward_batch = self._plan_single_tokens(batch, slots[:, 2:])
             step_positions = positions[:, 2:].t().contiguous()
             step_slots = slots[:, 2:].t().contiguous()
-            for step, backend in enumerate(self.draft_attn_backend.attn_backends):
+            for step, backend in zip(range(depth - 1), self.draft_attn_backend.attn_backends, strict=False):
                 forward_batch.input_ids = tokens
                 forward_batch.positions = step_positions[step]
                 forward_batch.out_cache_loc = step_slots[step]

@@ -11,6 +11,7 @@ import multiprocessing
 import pkgutil
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 
@@ -434,10 +435,10 @@ def verify_landed() -> None:
         cpu.verify_landed()
 
 
-def find_missing_symbols() -> list[str]:
-    """What the installed SGLang lacks of `HOOKS` and `SYMBOLS`, each with what it is for."""
+def find_missing_symbols(symbols: Iterable[Symbol] = SYMBOLS) -> list[str]:
+    """What the installed SGLang lacks of `symbols`, each with what it is for."""
     missing = []
-    for name, members, purpose in [(hook.target, (), hook.purpose) for hook in HOOKS] + list(SYMBOLS):
+    for name, members, purpose in symbols:
         try:
             symbol = pkgutil.resolve_name(name)
         except (ImportError, AttributeError):

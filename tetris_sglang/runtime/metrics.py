@@ -68,13 +68,17 @@ def add_internal_state(_result, controller, state: dict) -> None:
 
 
 def add_request_meta_info(_result, manager, meta_info: dict, recv_obj, i: int) -> None:
-    """AFTER hook of TokenizerManager._calculate_spec_decoding_metrics: selected tokens of one request.
+    """AFTER hook of TokenizerManager._calculate_spec_decoding_metrics: drafted and selected tokens of one request.
 
-    SGLang reports drafted (`spec_num_proposed_drafts`) and accepted (`spec_num_correct_drafts`) tokens itself, and
-    the verify lengths' sum, roots included.
+    SGLang takes every step for one of --speculative-num-steps drafts; the worker says how many there were (in
+    block_accept_lens), and how many rows were verified, roots included (in cap_lens).
     """
     if manager.server_args.speculative_algorithm != "TETRIS" or "spec_verify_ct" not in meta_info:
         return
+    drafted = recv_obj.spec_num_block_accept_tokens[i]
     selected = recv_obj.spec_num_cap_tokens[i] - meta_info["spec_verify_ct"]
+    accepted = meta_info["spec_num_correct_drafts"]
+    meta_info["spec_num_proposed_drafts"] = drafted
+    meta_info["spec_accept_rate"] = accepted / drafted
     meta_info["spec_num_selected_drafts"] = selected
-    meta_info["spec_verify_success_rate"] = meta_info["spec_num_correct_drafts"] / selected if selected else None
+    meta_info["spec_verify_success_rate"] = accepted / selected if selected else None

@@ -106,16 +106,22 @@ class TetrisWorker(BaseSpecWorker):
     def _step(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         self.phases.begin_step()
         seq_lens, batch_size = batch.seq_lens, len(batch.reqs)
-        roots = batch.spec_info.bonus_tokens.to(torch.int64)
+        roots = batch.spec_info.bonus_tokens.to(torch.int64).unsqueeze(1)
+
+        # No request can be given more tokens than the whole capacity, so a small one needs no deep drafts.
+        capacity_tokens = self.capacity.choose(batch_size)
+        depth = min(self.speculative_num_steps, capacity_tokens)
+        capacity_tokens = min(capacity_tokens, batch_size * depth)
 
         with self.phases("draft"), draft_tp_context(self._draft_worker.parallel_layout):
-            chains = self._draft_worker.draft_chains(batch)
+            chains = self._draft_worker.draft_chains(batch, depth)
 
         with self.phases("select"):
-            capacity_tokens = min(self.capacity.choose(batch_size), batch_size * self.speculative_num_steps)
             draft_lens = self._select_drafts(chains.probs, capacity_tokens)
             rows = pack_rows(draft_lens, num_tokens=batch_size + capacity_tokens)
-            candidates = torch.cat((roots.unsqueeze(1), chains.tokens), dim=1)
+            # SGLang reads results in rows of a fixed width.
+            unused = self.speculative_num_steps - depth
+            candidates = torch.nn.functional.pad(torch.cat((roots, chains.tokens), dim=1), (0, unused))
 
         with self.phases("verify"):
             forward_batch, target_result = forward_target(batch, self._target_worker, candidates, rows)
@@ -138,7 +144,7 @@ class TetrisWorker(BaseSpecWorker):
             on_publish(new_seq_lens)
         self.metrics.count_step(
             batch_size=batch_size,
-            drafted=batch_size * self.speculative_num_steps,
+            drafted=batch_size * depth,
             selected=capacity_tokens,
             verified_rows=int(forward_batch.input_ids.shape[0]),
         )
@@ -150,6 +156,8 @@ class TetrisWorker(BaseSpecWorker):
             next_draft_input=make_draft_input(last_tokens, accepted.bonus_tokens),
             accept_lens=accept_lens,
             cap_lens=rows.verify_lens,
+            # SGLang sums this per request, for DSPARK alone; here it carries the drafted tokens (runtime/metrics.py).
+            block_accept_lens=torch.full_like(accept_lens, depth),
             new_seq_lens=new_seq_lens,
             can_run_cuda_graph=target_result.can_run_cuda_graph,
             routed_experts_output=target_result.routed_experts_output,

@@ -1,10 +1,10 @@
-"""The `torch_ragged` attention backend: paged attention in plain torch, with a ragged number of queries per request.
+"""The `torch_ragged` attention backend: paged attention in plain torch, any number of queries per request.
 
 One `Plan` is built per forward pass and read by every layer. A layer then costs two row gathers from the
 KV cache and one `scaled_dot_product_attention`; nothing loops over requests or tokens.
 
-Grouped-query attention folds the query heads of a key-value head into the query axis, so keys and values are
-never repeated: a request with `q` queries and `g` query heads per key-value head becomes `q * g` rows.
+Grouped-query attention folds the query heads of a key-value head into the query axis: a request with `q`
+queries and `g` query heads per key-value head becomes `q * g` rows, and keys and values are never repeated.
 """
 
 from dataclasses import dataclass
@@ -14,43 +14,68 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
 
-NAME = "torch_ragged"
+# Up to so many queries per request, query heads are folded. Beyond, the kernel is as fast without, and the
+# bias stays `g` times smaller.
+FOLDED_QUERIES = 64
+# A prefill batch of uneven lengths is cut into tiles of so many queries where padding would cost twice as much.
+TILE_QUERIES = 64
+
 
 @dataclass(slots=True)
 class Plan:
     """Where one pass reads its keys and values, and who may see what.
 
     Attributes:
-        slots: [bs * kv] cache rows, request after request; 0 (the cache's spare row) where a request ends earlier.
-        bias: [bs, 1, q or 1, kv] added to the scores: 0 where visible, the dtype's least number elsewhere.
-        bs, q, kv: padded sizes.
-        pad: [bs * q] packed query of each padded row, or None if every request has exactly `q` queries.
-        unpad: [tokens] padded row of each packed query, or None likewise.
+        bs, q, kv: requests, and queries and cached tokens of each after padding.
+        slots: [bs * kv] cache rows, request after request; 0, the cache's spare row, where a request is shorter.
+        bias: [bs, 1, q or 1, kv] added to the scores: 0 where visible, the dtype's least number (no infinity, so
+            that a row that sees nothing stays finite) elsewhere. None: every query sees the queries before it and
+            itself, and there is nothing else in the cache.
+        pad: [bs * q] packed query of each padded row; None if every request has exactly `q` queries.
+        unpad: [tokens] padded row of each packed query; None likewise.
     """
 
-    slots: Tensor
-    bias: Tensor
     bs: int
     q: int
     kv: int
+    slots: Tensor
+    bias: Tensor | None
     pad: Tensor | None = None
     unpad: Tensor | None = None
+    _folded: Tensor | None = None
+
+    def folded_bias(self, group: int) -> Tensor:
+        """[bs, 1, q * group or 1, kv] bias for rows ordered by query, then head; kept for the next layer."""
+        if self.q == 1 or group == 1:
+            return self.bias
+        rows = self.q * group
+        if self._folded is None or self._folded.shape[2] != rows:
+            folded = self.bias[:, :, :, None].expand(-1, -1, -1, group, -1)
+            self._folded = folded.reshape(self.bs, 1, rows, self.kv)
+        return self._folded
+
 
 class TorchRaggedBackend(AttentionBackend):
-    """Extend, decode, draft-decode and verify on any torch device; see the module's docstring."""
+    """Extend, decode, draft-decode and verify on any torch device; see the module's docstring.
+
+    Raises:
+        ValueError: the model needs a kind of attention that this backend does not compute.
+    """
 
     def __init__(self, model_runner):
         super().__init__()
+        refuse_unsupported(model_runner)
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.dtype = model_runner.dtype
         self.hidden_bias = torch.finfo(self.dtype).min
         self.max_context_len = model_runner.model_config.context_len
-        self.current: Plan | None = None
+        self.forward_metadata: Plan | None = None
 
     def support_triton(self) -> bool:
         return False
@@ -67,112 +92,180 @@ class TorchRaggedBackend(AttentionBackend):
         total_q_tokens: int,
         tree_mask: Tensor | None = None,
     ) -> Plan:
-        """Plan a pass and make it the one that `forward` uses.
+        """Plan a pass and make it the one that the next `forward` calls use.
 
         Args:
             req_pool_indices: [bs] rows of the request-to-token table.
             kv_lens: [bs] tokens in each request's cache, the pass's own included; at least `q_lens`.
             q_lens: [bs] queries of each request, packed request after request in the pass's input.
-            max_kv_len, max_q_len: host-known upper bounds.
-            total_q_tokens: rows of the pass's input. `bs * max_q_len` means that all lengths are equal.
-            tree_mask: [bs, m, m] bool with m >= max_q_len: whether query i sees query j. None: a causal chain.
+            max_kv_len, max_q_len: upper bounds known on the host.
+            total_q_tokens: rows of the pass's input. `bs * max_q_len` means that all lengths are equal;
+                more than the sum of `q_lens` means that the input is padded at its end.
+            tree_mask: [bs, m, m] bool, m >= max_q_len: whether query i sees query j of its request.
+                None: a chain, each query sees those before it and itself.
         Sync: none.
+        Example: kv_lens [5, 9], q_lens [2, 3], max_kv_len 9, max_q_len 3, total_q_tokens 5: queries at positions
+            3, 4 of the first request and 6, 7, 8 of the second.
         """
-        bs = kv_lens.shape[0]
-        table = self.req_to_token_pool.req_to_token
-        column = torch.arange(max_kv_len, device=table.device)
-        kv_lens = kv_lens[:, None]
-        within = column < kv_lens  # [bs, kv]
-        rows = table[:, :max_kv_len].index_select(0, req_pool_indices)
-        slots = torch.where(within, rows, 0).view(-1)
-
-        uniform = total_q_tokens == bs * max_q_len
+        bs = req_pool_indices.shape[0]
+        device = kv_lens.device
+        column = torch.arange(max_kv_len, device=device)
+        within = column < kv_lens[:, None]  # [bs, kv]
         if max_q_len == 1:
             visible = within[:, None]
         else:
-            first = kv_lens - q_lens[:, None]  # [bs, 1] position of a request's first query
-            query = torch.arange(max_q_len, device=table.device)
+            query = torch.arange(max_q_len, device=device)
+            first = (kv_lens - q_lens)[:, None]  # position of a request's first query
             if tree_mask is None:
                 visible = column <= (first + query)[:, :, None]
             else:
                 node = (column - first).clamp_(0, tree_mask.shape[-1] - 1)
-                visible = tree_mask[:, :max_q_len].gather(2, node[:, None].expand(bs, max_q_len, max_kv_len))
+                visible = tree_mask[:, :max_q_len].gather(2, node[:, None].expand(-1, max_q_len, -1))
                 visible = visible | (column < first)[:, None]
             visible = visible & within[:, None]
-        bias = torch.zeros(visible.shape, dtype=self.dtype, device=table.device)
-        bias.masked_fill_(~visible, self.hidden_bias)
-        plan = Plan(slots, bias[:, None], bs, max_q_len, max_kv_len)
-
-        if not uniform:
-            end = q_lens.cumsum(0)
-            start = end - q_lens
-            token = torch.arange(total_q_tokens, device=table.device)
-            # Rows past the last request, if the input is padded, repeat its last query.
-            owner = torch.searchsorted(end, token, right=True).clamp_(max=bs - 1)
-            plan.unpad = owner * max_q_len + (token - start[owner]).clamp_(max=max_q_len - 1)
-            query = torch.arange(max_q_len, device=table.device)
-            plan.pad = (start[:, None] + query).clamp_(max=total_q_tokens - 1).view(-1)
-        self.current = plan
+        slots = self._slots(req_pool_indices, within)
+        plan = Plan(bs, max_q_len, max_kv_len, slots, self._bias(~visible)[:, None])
+        self._pad(plan, q_lens, total_q_tokens)
+        self.forward_metadata = plan
         return plan
+
+    def plan_first(self, req_pool_indices: Tensor, q_lens: Tensor, max_q_len: int, total_q_tokens: int) -> Plan:
+        """`plan` for requests with nothing in the cache but the pass's own tokens, which needs no bias."""
+        column = torch.arange(max_q_len, device=q_lens.device)
+        slots = self._slots(req_pool_indices, column < q_lens[:, None])
+        plan = Plan(req_pool_indices.shape[0], max_q_len, max_q_len, slots, None)
+        self._pad(plan, q_lens, total_q_tokens)
+        self.forward_metadata = plan
+        return plan
+
+    def plan_tiles(
+        self, req_pool_indices: Tensor, kv_lens: Tensor, q_lens: Tensor, max_kv_len: int, tiles: int, total: int
+    ) -> Plan:
+        """`plan` with every request cut into tiles of `TILE_QUERIES` queries, each planned as a request.
+
+        Args:
+            tiles: how many there are, known on the host.
+        """
+        counts = (q_lens + TILE_QUERIES - 1) // TILE_QUERIES
+        owner = torch.repeat_interleave(counts, output_size=tiles)
+        tile = torch.arange(tiles, device=q_lens.device) - (counts.cumsum(0) - counts)[owner]
+        seen = ((tile + 1) * TILE_QUERIES).minimum(q_lens[owner])  # queries up to the tile's end
+        kv_lens = (kv_lens - q_lens)[owner] + seen
+        return self.plan(
+            req_pool_indices[owner], kv_lens, seen - tile * TILE_QUERIES, max_kv_len, TILE_QUERIES, total
+        )
+
+    def _slots(self, req_pool_indices: Tensor, within: Tensor) -> Tensor:
+        table = self.req_to_token_pool.req_to_token[:, : within.shape[1]]
+        return torch.where(within, table.index_select(0, req_pool_indices), 0).view(-1)
+
+    def _bias(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(
+            hidden, self.hidden_bias
+        )
+
+    def _pad(self, plan: Plan, q_lens: Tensor, total_q_tokens: int) -> None:
+        if total_q_tokens == plan.bs * plan.q:
+            return
+        end = q_lens.cumsum(0)
+        start = end - q_lens
+        token = torch.arange(total_q_tokens, device=q_lens.device)
+        owner = torch.searchsorted(end, token, right=True).clamp_(max=plan.bs - 1)
+        # Padding tokens repeat a row of the last request; nobody reads them.
+        plan.unpad = owner * plan.q + (token - start[owner]).clamp_(max=plan.q - 1)
+        query = torch.arange(plan.q, device=q_lens.device)
+        plan.pad = (start[:, None] + query).clamp_(max=total_q_tokens - 1).view(-1)
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Plan the pass that `forward_batch` describes."""
         mode = forward_batch.forward_mode
         if mode.is_idle() or forward_batch.batch_size == 0:
-            self.current = None
-            return
-        bs = forward_batch.batch_size
-        tree_mask = None
-        if mode.is_decode():
-            kv_lens, max_kv_len = forward_batch.seq_lens, _longest(forward_batch)
-            q_lens, max_q_len, total = None, 1, bs
+            self.forward_metadata = None
+        elif mode.is_decode():
+            bs, kv_lens = forward_batch.batch_size, forward_batch.seq_lens
+            self.plan(forward_batch.req_pool_indices, kv_lens, None, _longest(forward_batch), 1, bs)
         elif mode.is_target_verify():
-            spec_info = forward_batch.spec_info
-            layout = getattr(spec_info, "ragged_verify_layout", None)
-            n = spec_info.draft_token_num
-            if layout is None:
-                q_lens = torch.full_like(forward_batch.seq_lens, n)
-                total = bs * n
-            else:
-                q_lens = layout.verify_lens
-                total = forward_batch.input_ids.shape[0]
-            kv_lens, max_q_len, max_kv_len = forward_batch.seq_lens + q_lens, n, _longest(forward_batch) + n
-            if spec_info.tree_topk != 1 and spec_info.custom_mask is not None and spec_info.custom_mask.numel():
-                tree_mask = spec_info.custom_mask.view(bs, n, n)
+            self._plan_verify(forward_batch)
         else:
-            kv_lens, q_lens = forward_batch.seq_lens, forward_batch.extend_seq_lens
-            lens = forward_batch.extend_seq_lens_cpu
-            lens = lens if isinstance(lens, list) else q_lens.tolist()
-            max_q_len, total = max(lens), sum(lens)
+            self._plan_extend(forward_batch)
+
+    def _plan_verify(self, forward_batch) -> None:
+        bs, spec_info, seq_lens = forward_batch.batch_size, forward_batch.spec_info, forward_batch.seq_lens
+        n = spec_info.draft_token_num
+        layout = getattr(spec_info, "ragged_verify_layout", None)
+        if layout is None:
+            q_lens, total = torch.full_like(seq_lens, n), bs * n
+        else:
+            q_lens, total = layout.verify_lens, forward_batch.input_ids.shape[0]
+        mask = spec_info.custom_mask if spec_info.tree_topk != 1 else None
+        if mask is not None:
+            if mask.numel() != bs * n * n:
+                raise ValueError(
+                    f"torch_ragged reads tree masks of {n} x {n} per request (QLEN_ONLY); got {mask.numel()} "
+                    f"entries for {bs} requests"
+                )
+            mask = mask.view(bs, n, n)
+        max_kv_len = _longest(forward_batch) + n
+        self.plan(forward_batch.req_pool_indices, seq_lens + q_lens, q_lens, max_kv_len, n, total, mask)
+
+    def _plan_extend(self, forward_batch) -> None:
+        indices, q_lens = forward_batch.req_pool_indices, forward_batch.extend_seq_lens
+        lens = forward_batch.extend_seq_lens_cpu
+        max_q_len, total = max(lens), sum(lens)
+        tiles = sum(-(-n // TILE_QUERIES) for n in lens)
+        prefixes = forward_batch.extend_prefix_lens_cpu
+        if len(lens) * max_q_len > 2 * tiles * TILE_QUERIES:
             max_kv_len = _longest(forward_batch)
-        self.plan(forward_batch.req_pool_indices, kv_lens, q_lens, max_kv_len, max_q_len, total, tree_mask)
+            self.plan_tiles(indices, forward_batch.seq_lens, q_lens, max_kv_len, tiles, total)
+        elif prefixes is not None and not any(prefixes):
+            self.plan_first(indices, q_lens, max_q_len, total)
+        else:
+            max_kv_len = _longest(forward_batch)
+            self.plan(indices, forward_batch.seq_lens, q_lens, max_kv_len, max_q_len, total)
 
     # ------------------------------------------------------------------ layers
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs) -> Tensor:
+        if kwargs:
+            raise NotImplementedError(
+                f"torch_ragged does not compute attention with {', '.join(kwargs)}; try --attention-backend torch_native"
+            )
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
-        return self.attend(q, layer, self.current)
+        return self.attend(q, layer, self.forward_metadata)
 
     forward_decode = forward_extend
 
     def attend(self, q: Tensor, layer, plan: Plan) -> Tensor:
-        """[tokens, heads * head_dim] attention output of one layer."""
-        heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
-        group = heads // kv_heads
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        keys = keys.index_select(0, plan.slots).view(plan.bs, plan.kv, kv_heads, -1).transpose(1, 2)
-        values = values.index_select(0, plan.slots).view(plan.bs, plan.kv, kv_heads, -1).transpose(1, 2)
-
+        """[tokens, heads * head_dim] attention of one layer's packed queries to what `plan` lets them see."""
+        bs, kv_heads = plan.bs, layer.tp_k_head_num
+        group = layer.tp_q_head_num // kv_heads
+        pool = self.token_to_kv_pool
+        keys = pool.get_key_buffer(layer.layer_id).index_select(0, plan.slots).view(bs, plan.kv, kv_heads, -1)
+        values = pool.get_value_buffer(layer.layer_id).index_select(0, plan.slots).view(bs, plan.kv, kv_heads, -1)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if plan.pad is not None:
             q = q.index_select(0, plan.pad)
-        rows = plan.q * group
-        q = q.view(plan.bs, plan.q, kv_heads, group, -1).transpose(1, 2).reshape(plan.bs, kv_heads, rows, -1)
-        bias = plan.bias[:, :, :, None].expand(-1, -1, -1, group, -1).reshape(plan.bs, 1, rows, plan.kv)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=layer.scaling)
-        out = out.view(plan.bs, kv_heads, plan.q, group, -1).transpose(1, 2).reshape(plan.bs * plan.q, -1)
+
+        if plan.q <= FOLDED_QUERIES and plan.bias is not None:
+            q = q.view(bs, plan.q, kv_heads, group, -1).transpose(1, 2).reshape(bs, kv_heads, plan.q * group, -1)
+            out = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=plan.folded_bias(group), scale=layer.scaling
+            )
+            out = out.view(bs, kv_heads, plan.q, group, -1)
+        else:
+            out = F.scaled_dot_product_attention(
+                q.view(bs, plan.q, layer.tp_q_head_num, -1).transpose(1, 2),
+                keys,
+                values,
+                attn_mask=plan.bias,
+                is_causal=plan.bias is None,
+                scale=layer.scaling,
+                enable_gqa=group > 1,
+            )
+        out = out.transpose(1, 2).reshape(bs * plan.q, -1)
         return out if plan.unpad is None else out.index_select(0, plan.unpad)
+
 
 class TorchRaggedMultiStepDraftBackend:
     """One backend per draft step, as the EAGLE/STANDALONE draft loop wants them (`attn_backends[i]`)."""
@@ -186,29 +279,53 @@ class TorchRaggedMultiStepDraftBackend:
     def init_forward_metadata(self, forward_batch) -> None:
         """Plan every step at once: step i sees a request's prefix and its branch's i + 1 newest drafts."""
         bs, branches, steps = forward_batch.batch_size, self.topk, self.speculative_num_steps
-        seq_lens = forward_batch.seq_lens.long()
-        table = self.req_to_token_pool.req_to_token
-        kv = _longest(forward_batch) + steps - 1
-        column = torch.arange(kv, device=table.device)
-        # Branch b of a request keeps its drafts `b * steps` columns further on.
-        shift = torch.arange(branches, device=table.device) * steps
-        draft = column >= seq_lens[:, None]  # [bs, kv]
-        source = column + draft[:, None] * shift[:, None]  # [bs, branches, kv]
-        source.clamp_(max=table.shape[1] - 1)
-        rows = table[forward_batch.req_pool_indices[:, None, None], source]
-        last = column < (seq_lens + steps - 1)[:, None]
-        slots = torch.where(last[:, None], rows, 0).view(-1)
-
-        lens = seq_lens.repeat_interleave(branches) if branches > 1 else seq_lens
-        ends = lens + torch.arange(1, steps, device=table.device)[:, None]  # [steps - 1, bs * branches]
+        if bs == 0 or forward_batch.forward_mode.is_idle():
+            return
+        seq_lens = forward_batch.seq_lens
+        device = seq_lens.device
         backend = self.attn_backends[0]
-        bias = torch.zeros(steps - 1, bs * branches, kv, dtype=backend.dtype, device=table.device)
-        bias.masked_fill_(column >= ends[:, :, None], backend.hidden_bias)
-        for i, backend in enumerate(self.attn_backends):
-            backend.current = Plan(slots, bias[i, :, None, None], bs * branches, 1, kv)
+        kv = _longest(forward_batch) + steps - 1
+        column = torch.arange(kv, device=device)
+        within = column < (seq_lens + (steps - 1))[:, None]
+        indices = forward_batch.req_pool_indices
+        if branches == 1:
+            slots = backend._slots(indices, within)
+        else:
+            # The drafts of branch b lie b * steps columns further on than those of branch 0.
+            shift = torch.arange(branches, device=device) * steps
+            source = column + (column >= seq_lens[:, None])[:, None] * shift[:, None]  # [bs, branches, kv]
+            source = torch.where(within[:, None], source, 0)
+            rows = self.req_to_token_pool.req_to_token[indices[:, None, None], source]
+            slots = torch.where(within[:, None], rows, 0).view(-1)
+            seq_lens = seq_lens.repeat_interleave(branches, output_size=bs * branches)
+        ends = seq_lens + torch.arange(1, steps, device=device)[:, None]  # [steps - 1, bs * branches]
+        bias = backend._bias(column >= ends[:, :, None])[:, :, None, None]
+        for step, backend in enumerate(self.attn_backends):
+            backend.forward_metadata = Plan(bs * branches, 1, kv, slots, bias[step])
+
 
 def _longest(forward_batch) -> int:
     """The batch's longest `seq_lens` entry, from the host's copy where there is one."""
     lens = forward_batch.seq_lens_cpu
     return int((forward_batch.seq_lens if lens is None else lens).max())
 
+
+def refuse_unsupported(model_runner) -> None:
+    """Raise ValueError if a layer of the model wants attention that this backend does not compute."""
+    reasons = set()
+    if model_runner.use_mla_backend:
+        reasons.add("multi-head latent attention")
+    for layer in model_runner.model.modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+            reasons.add("a sliding window")
+        if layer.logit_cap:
+            reasons.add("a cap on attention logits")
+        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+            reasons.add("cross or bidirectional attention")
+    if reasons:
+        raise ValueError(
+            f"--attention-backend {ATTENTION_BACKEND} does not support this model, which uses {', '.join(sorted(reasons))}; "
+            "try --attention-backend torch_native without speculative decoding"
+        )
