@@ -36,7 +36,11 @@ class Client:
         """Many requests, `concurrency` in flight; params may hold a list `each` of per-prompt parameters."""
         each = params.pop("each", [{}] * len(prompts))
         with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(lambda pair: self.generate(pair[0], **params, **pair[1]), zip(prompts, each, strict=True)))
+            return list(
+                pool.map(
+                    lambda pair: self.generate(pair[0], **params, **pair[1]), zip(prompts, each, strict=True)
+                )
+            )
 
     def flush_cache(self) -> None:
         for _ in range(50):
@@ -55,7 +59,9 @@ class Client:
     def metric(self, name: str) -> float:
         """Sum of a Prometheus metric over its labels."""
         text = requests.get(self.url + "/metrics", timeout=60).text
-        samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+        samples = [
+            s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name
+        ]
         assert samples, f"no metric {name}"
         return sum(sample.value for sample in samples)
 
@@ -63,7 +69,14 @@ class Client:
         return requests.get(self.url + "/health_generate", timeout=60).status_code == 200
 
 
-_REQUEST_FIELDS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "stream", "rid")
+_REQUEST_FIELDS = (
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "stream",
+    "rid",
+)
 
 
 def make_request(prompt: str | list[int], **params) -> dict:

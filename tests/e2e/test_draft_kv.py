@@ -12,7 +12,9 @@ ALMOST_ALL = 0.98
 
 
 def _success_rate(before: dict, after: dict) -> float:
-    return (after["accepted_tokens"] - before["accepted_tokens"]) / (after["selected_tokens"] - before["selected_tokens"])
+    return (after["accepted_tokens"] - before["accepted_tokens"]) / (
+        after["selected_tokens"] - before["selected_tokens"]
+    )
 
 
 def test_every_draft_is_accepted_after_chunked_prefill(plain, perfect, mixed_prompts):

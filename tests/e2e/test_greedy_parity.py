@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.e2e.client import texts
+import itertools
+import json
+
+import pytest
+import requests
+
+from tests.e2e.client import make_request, texts
 from tests.e2e.conftest import NUM_STEPS
 
 
@@ -13,7 +19,9 @@ def test_greedy_output_equals_no_speculation(plain, tetris, mixed_prompts):
     expected = plain.generate_all(mixed_prompts, each=each)
     actual = tetris.generate_all(mixed_prompts, each=each)
     assert texts(actual) == texts(expected)
-    assert [o["meta_info"]["finish_reason"] for o in actual] == [o["meta_info"]["finish_reason"] for o in expected]
+    assert [o["meta_info"]["finish_reason"] for o in actual] == [
+        o["meta_info"]["finish_reason"] for o in expected
+    ]
     # Speculation really happened.
     assert sum(o["meta_info"].get("spec_num_correct_drafts", 0) for o in actual) > len(mixed_prompts)
 
@@ -44,7 +52,9 @@ def test_stop_strings(plain, tetris, mixed_prompts):
     expected = plain.generate_all(mixed_prompts[:8], each=each, max_new_tokens=64)
     actual = tetris.generate_all(mixed_prompts[:8], each=each, max_new_tokens=64)
     assert texts(actual) == texts(expected)
-    assert [o["meta_info"]["finish_reason"] for o in actual] == [o["meta_info"]["finish_reason"] for o in expected]
+    assert [o["meta_info"]["finish_reason"] for o in actual] == [
+        o["meta_info"]["finish_reason"] for o in expected
+    ]
 
 
 def test_parallel_samples(plain, tetris, mixed_prompts):
@@ -62,11 +72,15 @@ def test_min_new_tokens(plain, tetris, mixed_prompts):
     each = []
     for i, output in enumerate(outputs):
         ids = output["output_ids"]
-        each.append({"stop_token_ids": [ids[min(2 + i % 3, len(ids) - 1)]], "min_new_tokens": 4 + 3 * (i % 5)})
+        each.append(
+            {"stop_token_ids": [ids[min(2 + i % 3, len(ids) - 1)]], "min_new_tokens": 4 + 3 * (i % 5)}
+        )
     expected = plain.generate_all(mixed_prompts[:12], each=each, max_new_tokens=48)
     actual = tetris.generate_all(mixed_prompts[:12], each=each, max_new_tokens=48)
     assert texts(actual) == texts(expected)
-    assert all(o["meta_info"]["completion_tokens"] >= p["min_new_tokens"] for o, p in zip(actual, each, strict=True))
+    assert all(
+        o["meta_info"]["completion_tokens"] >= p["min_new_tokens"] for o, p in zip(actual, each, strict=True)
+    )
     # The mask mattered: without it some outputs are shorter.
     unmasked = [{"stop_token_ids": p["stop_token_ids"]} for p in each]
     free = plain.generate_all(mixed_prompts[:12], each=unmasked, max_new_tokens=48)
@@ -83,13 +97,20 @@ def test_logit_bias(plain, tetris, mixed_prompts):
 
 def test_regular_expressions(plain, tetris, mixed_prompts):
     """Grammar masks follow the drafted tokens; greedy and constrained is still greedy and constrained."""
-    each = [{"regex": regex} for regex in (r"[0-9]{3}-[0-9]{4}", r"(yes|no|maybe)", r"[a-z ]{20}", r"(ab)+c")] * 2
+    each = [
+        {"regex": regex} for regex in (r"[0-9]{3}-[0-9]{4}", r"(yes|no|maybe)", r"[a-z ]{20}", r"(ab)+c")
+    ] * 2
     expected = plain.generate_all(mixed_prompts[:8], each=each, max_new_tokens=40)
     assert texts(tetris.generate_all(mixed_prompts[:8], each=each, max_new_tokens=40)) == texts(expected)
 
 
 def test_logprobs(plain, tetris, mixed_prompts):
-    params = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5, 9], "max_new_tokens": 24}
+    params = {
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [5, 9],
+        "max_new_tokens": 24,
+    }
     expected = plain.generate_all(mixed_prompts[:8], **params)
     actual = tetris.generate_all(mixed_prompts[:8], **params)
     for want, got in zip(expected, actual, strict=True):
@@ -106,18 +127,10 @@ def _values(row) -> list[float]:
 
 
 def _approximately(values: list[float]):
-    import pytest
-
     return pytest.approx(values, abs=2e-4)
 
 
 def test_streaming_equals_not_streaming(plain, tetris, mixed_prompts):
-    import json
-
-    import requests
-
-    from tests.e2e.client import make_request
-
     expected = plain.generate(mixed_prompts[7], max_new_tokens=48)["text"]
     body = make_request(mixed_prompts[7], max_new_tokens=48, stream=True)
     chunks = []
@@ -127,12 +140,16 @@ def test_streaming_equals_not_streaming(plain, tetris, mixed_prompts):
                 chunks.append(json.loads(line[6:])["text"])
     assert len(chunks) > 2
     assert chunks[-1] == expected
-    assert all(later.startswith(earlier) for earlier, later in zip(chunks, chunks[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(chunks))
 
 
 def test_counters_agree(overlap, mixed_prompts):
     """Requests' meta_info, Prometheus and /server_info tell one story, and the target's pass really is ragged."""
-    names = ("sglang:tetris_drafted_tokens_total", "sglang:tetris_selected_tokens_total", "sglang:tetris_accepted_tokens_total")
+    names = (
+        "sglang:tetris_drafted_tokens_total",
+        "sglang:tetris_selected_tokens_total",
+        "sglang:tetris_accepted_tokens_total",
+    )
     before, metrics_before = overlap.tetris_state(), [overlap.metric(name) for name in names]
     outputs = overlap.generate_all(mixed_prompts[:20], max_new_tokens=32, ignore_eos=True)
     after, metrics_after = overlap.tetris_state(), [overlap.metric(name) for name in names]
@@ -150,7 +167,12 @@ def test_counters_agree(overlap, mixed_prompts):
     for output in outputs:
         meta = output["meta_info"]
         assert meta["spec_num_proposed_drafts"] <= NUM_STEPS * meta["spec_verify_ct"]
-        assert 0 <= meta["spec_num_correct_drafts"] <= meta["spec_num_selected_drafts"] <= meta["spec_num_proposed_drafts"]
+        assert (
+            0
+            <= meta["spec_num_correct_drafts"]
+            <= meta["spec_num_selected_drafts"]
+            <= meta["spec_num_proposed_drafts"]
+        )
         # The prefill's token, then per step the accepted drafts and a bonus; the last step may overshoot.
         emitted = 1 + meta["spec_verify_ct"] + meta["spec_num_correct_drafts"]
         assert 32 <= emitted <= 32 + NUM_STEPS
@@ -170,5 +192,7 @@ def test_a_lone_request_drafts_no_deeper_than_the_capacity(overlap, plain, mixed
 def test_selection_differs_between_requests(overlap, mixed_prompts):
     """Selection lives from requests that differ: some are given far more than others."""
     outputs = overlap.generate_all(mixed_prompts[:32], max_new_tokens=48, ignore_eos=True)
-    per_step = [o["meta_info"]["spec_num_selected_drafts"] / o["meta_info"]["spec_verify_ct"] for o in outputs]
+    per_step = [
+        o["meta_info"]["spec_num_selected_drafts"] / o["meta_info"]["spec_verify_ct"] for o in outputs
+    ]
     assert max(per_step) > 1.5 * min(per_step)

@@ -60,7 +60,11 @@ def test_aborts_leak_no_slot(tetris, mixed_prompts):
         thread.join()
     rids = [f"dropped-{time.time_ns()}-{i}" for i in range(6)]
     pool = [
-        threading.Thread(target=lambda rid=rid: tetris.post("/generate", make_request("def f", max_new_tokens=400, ignore_eos=True, rid=rid)))
+        threading.Thread(
+            target=lambda rid=rid: tetris.post(
+                "/generate", make_request("def f", max_new_tokens=400, ignore_eos=True, rid=rid)
+            )
+        )
         for rid in rids
     ]
     for thread in pool:

@@ -23,7 +23,9 @@ PARAMS = {"temperature": 1.4, "top_k": 4, "top_p": 0.55, "min_p": 0.02}
 
 def filter_probs(logits: torch.Tensor) -> torch.Tensor:
     """SGLang's joint filter (layers/sampler.py): top-p is measured on the unfiltered distribution."""
-    probs, order = torch.softmax(logits.double() / PARAMS["temperature"], dim=-1).sort(dim=-1, descending=True)
+    probs, order = torch.softmax(logits.double() / PARAMS["temperature"], dim=-1).sort(
+        dim=-1, descending=True
+    )
     before = probs.cumsum(-1) - probs
     keep = (torch.arange(probs.shape[-1]) < PARAMS["top_k"]) & (before <= PARAMS["top_p"])
     keep &= probs >= probs[..., :1] * PARAMS["min_p"]
@@ -58,7 +60,12 @@ def exact(prompt_ids) -> dict[tuple[int, ...], float]:
 
 def draw(client: Client, prompt_ids: list[int]) -> Counter:
     outputs = client.generate_all(
-        [prompt_ids] * (NUM_SAMPLES // 60), concurrency=4, n=60, max_new_tokens=NUM_TOKENS, ignore_eos=True, **PARAMS
+        [prompt_ids] * (NUM_SAMPLES // 60),
+        concurrency=4,
+        n=60,
+        max_new_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        **PARAMS,
     )
     return Counter(tuple(sample["output_ids"]) for sample in itertools.chain.from_iterable(outputs))
 
@@ -115,7 +122,9 @@ def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):
     (dist_info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbroken = broken_acceptance:load\n")
     environment = {"PYTHONPATH": str(tmp_path)}
     log_path = tmp_path / "broken.log"
-    with ServerProcess(ARGUMENTS["overlap"], log_path, environment=environment, start_timeout_s=400) as server:
+    with ServerProcess(
+        ARGUMENTS["overlap"], log_path, environment=environment, start_timeout_s=400
+    ) as server:
         assert p_value(draw(Client(server.url, log_path), prompt_ids), exact) < 1e-6
 
 

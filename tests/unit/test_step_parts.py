@@ -11,11 +11,11 @@ from tetris_sglang.runtime.cpu.activate import activate
 
 activate()  # as SGLang does, before its modules are imported
 
-from tetris_sglang.runtime import inventory  # noqa: E402
-from tetris_sglang.runtime.draft import _most_likely, make_draft_input  # noqa: E402
-from tetris_sglang.runtime.logits import adjust_logits  # noqa: E402
-from tetris_sglang.runtime.phases import PhaseTimer  # noqa: E402
-from tetris_sglang.runtime.verify import pack_rows  # noqa: E402
+from tetris_sglang.runtime import inventory
+from tetris_sglang.runtime.draft import _most_likely, make_draft_input
+from tetris_sglang.runtime.logits import adjust_logits
+from tetris_sglang.runtime.phases import PhaseTimer
+from tetris_sglang.runtime.verify import pack_rows
 
 
 @pytest.mark.parametrize("draft_lens", [[0], [3], [0, 0, 0], [2, 0, 5, 1], [5, 5], [0, 7]])

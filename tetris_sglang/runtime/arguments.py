@@ -94,25 +94,67 @@ _NEUTRAL: dict[str, tuple] = {
 }
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported("speculative_eagle_topk", "--speculative-eagle-topk", "draft trees are not implemented yet, only chains (1)"),
-    Unsupported("enable_lora", "--enable-lora", "LoRA adapters would apply to the target and not to the draft"),
+    Unsupported(
+        "speculative_eagle_topk",
+        "--speculative-eagle-topk",
+        "draft trees are not implemented yet, only chains (1)",
+    ),
+    Unsupported(
+        "enable_lora", "--enable-lora", "LoRA adapters would apply to the target and not to the draft"
+    ),
     Unsupported("lora_paths", "--lora-paths", "LoRA adapters would apply to the target and not to the draft"),
-    Unsupported("attn_dp_size", "--attn-dp-size / --enable-dp-attention", "DP attention needs a capacity agreed on between ranks"),
+    Unsupported(
+        "attn_dp_size",
+        "--attn-dp-size / --enable-dp-attention",
+        "DP attention needs a capacity agreed on between ranks",
+    ),
     Unsupported("pp_size", "--pp-size", "pipeline parallelism splits the verify pass over stages"),
-    Unsupported("enable_two_batch_overlap", "--enable-two-batch-overlap", "a ragged pass cannot be split in two batches"),
-    Unsupported("enable_pdmux", "--enable-pdmux", "PD multiplexing runs decode under another attention backend"),
-    Unsupported("disaggregation_mode", "--disaggregation-mode", "the draft's KV is not transferred between servers"),
+    Unsupported(
+        "enable_two_batch_overlap",
+        "--enable-two-batch-overlap",
+        "a ragged pass cannot be split in two batches",
+    ),
+    Unsupported(
+        "enable_pdmux", "--enable-pdmux", "PD multiplexing runs decode under another attention backend"
+    ),
+    Unsupported(
+        "disaggregation_mode", "--disaggregation-mode", "the draft's KV is not transferred between servers"
+    ),
     Unsupported("enable_mixed_chunk", "--enable-mixed-chunk", "a mixed batch decodes without drafting"),
-    Unsupported("speculative_adaptive", "--speculative-adaptive", "it changes the draft length behind TETRIS's back"),
-    Unsupported("speculative_use_rejection_sampling", "--speculative-use-rejection-sampling", "TETRIS's drafts are deterministic and verified exactly without it"),
-    Unsupported("speculative_accept_threshold_single", "--speculative-accept-threshold-single", "accepting below the target's probability is not exact"),
-    Unsupported("speculative_accept_threshold_acc", "--speculative-accept-threshold-acc", "accepting below the target's probability is not exact"),
+    Unsupported(
+        "speculative_adaptive", "--speculative-adaptive", "it changes the draft length behind TETRIS's back"
+    ),
+    Unsupported(
+        "speculative_use_rejection_sampling",
+        "--speculative-use-rejection-sampling",
+        "TETRIS's drafts are deterministic and verified exactly without it",
+    ),
+    Unsupported(
+        "speculative_accept_threshold_single",
+        "--speculative-accept-threshold-single",
+        "accepting below the target's probability is not exact",
+    ),
+    Unsupported(
+        "speculative_accept_threshold_acc",
+        "--speculative-accept-threshold-acc",
+        "accepting below the target's probability is not exact",
+    ),
     Unsupported("speculative_token_map", "--speculative-token-map", "it belongs to EAGLE heads"),
     Unsupported("enable_multi_layer_eagle", "--enable-multi-layer-eagle", "it belongs to EAGLE heads"),
-    Unsupported("enable_hierarchical_cache", "--enable-hierarchical-cache", "the draft's KV is not offloaded with the target's"),
-    Unsupported("enable_unified_memory", "--enable-unified-memory", "draft and target share slots of a plain pool"),
+    Unsupported(
+        "enable_hierarchical_cache",
+        "--enable-hierarchical-cache",
+        "the draft's KV is not offloaded with the target's",
+    ),
+    Unsupported(
+        "enable_unified_memory", "--enable-unified-memory", "draft and target share slots of a plain pool"
+    ),
     Unsupported("enable_watermark", "--enable-watermark", "its state is not advanced over a ragged pass"),
-    Unsupported("enable_custom_logit_processor", "--enable-custom-logit-processor", "processors are not told about drafted tokens"),
+    Unsupported(
+        "enable_custom_logit_processor",
+        "--enable-custom-logit-processor",
+        "processors are not told about drafted tokens",
+    ),
     Unsupported("dllm_algorithm", "--dllm-algorithm", "diffusion models do not draft"),
 )
 
@@ -165,7 +207,10 @@ def _validate_models(args) -> None:
         )
     target = _load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
     draft = _load_config(
-        draft_path, "--speculative-draft-model-path", args.trust_remote_code, args.speculative_draft_model_revision
+        draft_path,
+        "--speculative-draft-model-path",
+        args.trust_remote_code,
+        args.speculative_draft_model_revision,
     )
     if target.vocab_size != draft.vocab_size:
         raise ValueError(
@@ -185,7 +230,9 @@ def _load_config(path: str, flag: str, trust_remote_code: bool, revision: str | 
 
     looks_local = path.startswith(("/", ".", "~")) or os.path.exists(path)
     if looks_local and not os.path.isdir(path):
-        raise ValueError(f"{flag} {path}: no such folder. Give a folder with config.json and weights, or a hub name.")
+        raise ValueError(
+            f"{flag} {path}: no such folder. Give a folder with config.json and weights, or a hub name."
+        )
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:

@@ -78,10 +78,14 @@ class TetrisDraftWorker(StandaloneDraftWorker):
         draft_input, seq_lens = batch.spec_info, batch.seq_lens
         # Columns: positions seq_lens - 1 ... seq_lens + depth - 1 of each request.
         positions = (seq_lens - 1).unsqueeze(1) + torch.arange(depth + 1, device=seq_lens.device)
-        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices.unsqueeze(1), positions].to(torch.int64)
+        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices.unsqueeze(1), positions].to(
+            torch.int64
+        )
         temperatures = batch.sampling_info.temperatures
 
-        last_and_bonus = torch.stack((draft_input.topk_index[:, 0], draft_input.bonus_tokens.to(torch.int64)), dim=1)
+        last_and_bonus = torch.stack(
+            (draft_input.topk_index[:, 0], draft_input.bonus_tokens.to(torch.int64)), dim=1
+        )
         logits = self._forward_two_tokens(batch, last_and_bonus, positions[:, :2], slots[:, :2])
         tokens, probs = _most_likely(logits, temperatures)
         token_columns, prob_columns = [tokens], [probs]

@@ -44,4 +44,6 @@ class PhaseTimer:
 
     def summarise(self) -> dict[str, float]:
         """Milliseconds per step of each phase; empty when not enabled or before the first step."""
-        return {f"{phase}_ms": 1e3 * s / self._num_steps for phase, s in self._seconds.items() if self._num_steps}
+        return {
+            f"{phase}_ms": 1e3 * s / self._num_steps for phase, s in self._seconds.items() if self._num_steps
+        }

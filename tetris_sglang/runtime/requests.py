@@ -45,7 +45,9 @@ def validate_request(obj, input_ids: Sequence[int] | None, vocab_size: int) -> N
             raise ValueError("The prompt is empty: give at least one token.")
         outside = next((token for token in input_ids if not 0 <= token < vocab_size), None)
         if outside is not None:
-            raise ValueError(f"input_ids: token id {outside} is outside the vocabulary (0..{vocab_size - 1}).")
+            raise ValueError(
+                f"input_ids: token id {outside} is outside the vocabulary (0..{vocab_size - 1})."
+            )
     params = getattr(obj, "sampling_params", None)
     if isinstance(params, Mapping):
         for name, (is_given, reason) in _INEXACT.items():

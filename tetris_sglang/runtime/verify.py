@@ -105,7 +105,12 @@ def forward_target(batch, target_worker, candidates: Tensor, rows: PackedRows) -
 
 
 def sample_target(
-    batch, sampler, logits_output: LogitsProcessorOutput, candidates: Tensor, rows: PackedRows, grammar_barrier
+    batch,
+    sampler,
+    logits_output: LogitsProcessorOutput,
+    candidates: Tensor,
+    rows: PackedRows,
+    grammar_barrier,
 ) -> Tensor:
     """Draw the target's own token for every packed row, with the sampler that serves without speculation.
 
@@ -134,7 +139,9 @@ def sample_target(
             top_ps=sampling_info.top_ps[requests],
             top_ks=sampling_info.top_ks[requests],
             min_ps=sampling_info.min_ps[requests],
-            sampling_seed=None if sampling_info.sampling_seed is None else sampling_info.sampling_seed[requests],
+            sampling_seed=None
+            if sampling_info.sampling_seed is None
+            else sampling_info.sampling_seed[requests],
             grammars=None,
             acc_additive_penalties=None,
             acc_scaling_penalties=None,
