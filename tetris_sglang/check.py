@@ -176,6 +176,8 @@ def _check_sglang(server_arguments: list[str]) -> Iterator[Finding]:
     if get_spec("TETRIS") is None:
         yield Finding("problem", "TETRIS", "not registered with SGLang; see the problems above.")
         return
+    # Before the checks below import more of SGLang than a server does at this point.
+    arguments = list(_check_arguments(server_arguments))
     yield _check_device()
     for hook in inventory.HOOKS:
         yield _check_seam(hook.target, hook.purpose)
@@ -191,7 +193,7 @@ def _check_sglang(server_arguments: list[str]) -> Iterator[Finding]:
         yield Finding(
             "ok", "symbols", f"all {len(inventory.SYMBOLS)} upstream symbols that TETRIS relies on are there"
         )
-    yield from _check_arguments(server_arguments)
+    yield from arguments
 
 
 def _check_device() -> Finding:

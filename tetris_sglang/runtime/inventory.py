@@ -399,11 +399,16 @@ def _belongs_here(hook: Hook) -> bool:
     return True
 
 
+# The hooks that this process needs, as decided when the plugin was loaded; more of SGLang may be imported later.
+_needed: list[Hook] = []
+
+
 def register_hooks() -> None:
     """Register every hook that this process needs with SGLang's hook registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in filter(_belongs_here, HOOKS):
+    _needed[:] = filter(_belongs_here, HOOKS)
+    for hook in _needed:
         HookRegistry.register(hook.target, pkgutil.resolve_name(hook.hook), HookType[hook.kind])
 
 
@@ -420,9 +425,9 @@ def verify_landed() -> None:
 
     from tetris_sglang.runtime import cpu
 
-    missing = [
-        hook.target for hook in HOOKS if _belongs_here(hook) and hook.target not in HookRegistry._patched
-    ]
+    missing = [hook.target for hook in _needed if hook.target not in HookRegistry._patched]
+    if not _needed:
+        missing.append("the registration of its hooks")
     if get_spec("TETRIS") is None:
         missing.append("the registration of TETRIS")
     if missing:
@@ -431,7 +436,7 @@ def verify_landed() -> None:
             f"`tetris-sglang check` lists what this SGLang release offers."
         )
     # The CPU platform's own hooks are nearly all the scheduler's.
-    if cpu.is_active() and "sglang.srt.managers.scheduler" in sys.modules:
+    if cpu.is_active() and any(hook.target.startswith(_SCHEDULER) for hook in _needed):
         cpu.verify_landed()
 
 

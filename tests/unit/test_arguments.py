@@ -1,0 +1,334 @@
+"""TETRIS in SGLang's server arguments: its flags, and what stops a server before any weights are loaded."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from tetris_sglang.config import SETTINGS, TetrisConfig
+from tetris_sglang.runtime.arguments import UNSUPPORTED, validate_server_args
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@pytest.fixture
+def write_config(tmp_path):
+    """Writes a folder with a config.json and no weights; returns its path."""
+
+    def write(name: str = "model", **fields) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(LLAMA | fields))
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture
+def make_args(write_config):
+    """Server arguments with a good pair of models, but for what is given."""
+    target, draft = write_config("target"), write_config("draft", hidden_size=32)
+
+    def make(**arguments) -> ServerArgs:
+        defaults = {
+            "model_path": target,
+            "speculative_draft_model_path": draft,
+            "speculative_algorithm": "TETRIS",
+            "device": "cpu",
+        }
+        return ServerArgs(**(defaults | arguments))
+
+    return make
+
+
+def assert_refused(args: ServerArgs, *parts: str) -> None:
+    with pytest.raises(ValueError) as error:
+        validate_server_args(args)
+    for part in parts:
+        assert part in str(error.value)
+
+
+# -- flags --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parser(plugins) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def test_flags_are_in_the_help_of_a_server(parser):
+    text = " ".join(parser.format_help().split())
+    for setting in SETTINGS:
+        assert f"{setting.flag} {setting.metavar}" in text
+        assert f"Also {setting.variable}." in text
+
+
+def test_flags_reach_the_configuration(parser, environment):
+    namespace = parser.parse_args(
+        [
+            "--model-path",
+            "m",
+            "--speculative-tetris-capacity-tokens",
+            "7",
+            "--speculative-tetris-selection=uniform",
+        ]
+    )
+    assert TetrisConfig.from_environment(4, environment) == TetrisConfig(4, None, 7, "uniform", False)
+    assert ServerArgs.from_cli_args(namespace).model_path == "m"
+
+
+def test_absent_flags_leave_the_variables_alone(parser, environment):
+    environment["SGLANG_TETRIS_CAPACITY_TOKENS"] = "3"
+    parser.parse_args(["--model-path", "m"])
+    assert environment["SGLANG_TETRIS_CAPACITY_TOKENS"] == "3"
+
+
+def test_a_flag_wins_over_its_variable(parser, environment):
+    environment["SGLANG_TETRIS_CAPACITY_TOKENS"] = "3"
+    parser.parse_args(["--model-path", "m", "--speculative-tetris-capacity-tokens", "7"])
+    assert TetrisConfig.from_environment(4, environment).capacity_tokens == 7
+
+
+@pytest.mark.parametrize(
+    "flag, value, rule",
+    [
+        ("--speculative-tetris-capacity-per-request", "0", "must be a finite number above 0"),
+        ("--speculative-tetris-capacity-per-request", "nan", "must be a finite number above 0"),
+        ("--speculative-tetris-capacity-per-request", "inf", "must be a finite number above 0"),
+        ("--speculative-tetris-capacity-per-request", "many", "must be a number"),
+        ("--speculative-tetris-capacity-tokens", "0", "must be a whole number above 0"),
+        ("--speculative-tetris-capacity-tokens", "-4", "must be a whole number above 0"),
+        ("--speculative-tetris-capacity-tokens", "2.5", "must be a whole number"),
+        ("--speculative-tetris-selection", "best", "must be one of tetris, uniform, random"),
+        ("--speculative-tetris-phase-times", "maybe", "must be one of 1, true, yes, 0, false, no"),
+    ],
+)
+def test_a_bad_flag_ends_parsing(parser, environment, capsys, flag, value, rule):
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args(["--model-path", "m", f"{flag}={value}"])
+    assert exit_.value.code == 2
+    assert f"error: {flag}={value!r}: {rule}" in capsys.readouterr().err
+    assert not [name for name in environment if name.startswith("SGLANG_TETRIS_")]
+
+
+def test_an_unknown_flag_ends_parsing(parser, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model-path", "m", "--speculative-tetris-budget", "3"])
+    assert "--speculative-tetris-budget 3" in capsys.readouterr().err
+
+
+# -- what TETRIS does not work with -------------------------------------------------------------------------------
+
+# One value of each argument that asks for the unsupported feature.
+GIVEN = {
+    "speculative_eagle_topk": 4,
+    "lora_paths": ["adapter"],
+    "attn_dp_size": 2,
+    "pp_size": 2,
+    "disaggregation_mode": "decode",
+    "speculative_accept_threshold_single": 0.5,
+    "speculative_accept_threshold_acc": 0.5,
+    "speculative_token_map": "map.pt",
+    "dllm_algorithm": "LowConfidence",
+}
+
+
+@pytest.mark.parametrize("item", UNSUPPORTED, ids=lambda item: item.argument)
+def test_unsupported_arguments_are_refused_by_name(make_args, item):
+    value = GIVEN.get(item.argument, True)
+    assert_refused(
+        make_args(**{item.argument: value}), item.flag, repr(value), item.reason, "Remove that flag"
+    )
+
+
+def test_a_good_pair_is_accepted(make_args):
+    validate_server_args(make_args())
+    validate_server_args(
+        make_args(speculative_num_steps=5, speculative_num_draft_tokens=6, speculative_eagle_topk=1)
+    )
+
+
+def test_other_algorithms_are_left_alone(plugins, make_args):
+    args = make_args(speculative_algorithm="STANDALONE", speculative_num_steps=2, speculative_eagle_topk=1,
+                     speculative_num_draft_tokens=3, enable_custom_logit_processor=True)  # fmt: skip
+    args.resolve_once()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu", "npu"])
+def test_devices_other_than_the_cpu_are_refused(make_args, device):
+    assert_refused(make_args(device=device), f"--device {device}", "STANDALONE", "--device cpu")
+
+
+def test_an_unresolved_device_is_the_one_sglang_would_choose(make_args, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert_refused(make_args(device=None), "--device cuda", "--device cpu")
+    validate_server_args(make_args(device="cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    validate_server_args(make_args(device=None))
+
+
+# -- drafting and capacity ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, 1000])
+def test_number_of_steps(make_args, num_steps):
+    assert_refused(
+        make_args(speculative_num_steps=num_steps), f"--speculative-num-steps={num_steps}", "between 1 and"
+    )
+
+
+@pytest.mark.parametrize("num_steps, num_draft_tokens", [(4, 4), (4, 1), (4, 6), (None, 5)])
+def test_number_of_draft_tokens_that_contradicts_the_steps(make_args, num_steps, num_draft_tokens):
+    args = make_args(speculative_num_steps=num_steps, speculative_num_draft_tokens=num_draft_tokens)
+    assert_refused(args, f"--speculative-num-draft-tokens {num_draft_tokens}", "Leave the former out")
+
+
+@pytest.mark.parametrize(
+    "variables, part",
+    [
+        ({"SGLANG_TETRIS_CAPACITY_TOKENS": "0"}, "SGLANG_TETRIS_CAPACITY_TOKENS)='0'"),
+        ({"SGLANG_TETRIS_CAPACITY_PER_REQUEST": "word"}, "SGLANG_TETRIS_CAPACITY_PER_REQUEST)='word'"),
+        ({"SGLANG_TETRIS_CAPACITY": "3"}, "SGLANG_TETRIS_CAPACITY='3': no such TETRIS variable"),
+        ({"SGLANG_TETRIS_CAPACITY_TOKENS": "4", "SGLANG_TETRIS_CAPACITY_PER_REQUEST": "2"}, "are both given"),
+    ],
+)
+def test_variables_are_checked_at_start(make_args, environment, variables, part):
+    environment.update(variables)
+    assert_refused(make_args(), part)
+
+
+# -- models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_missing_draft_path(make_args, path):
+    assert_refused(
+        make_args(speculative_draft_model_path=path), "--speculative-draft-model-path is missing", "Give"
+    )
+
+
+@pytest.mark.parametrize("argument", ["model_path", "speculative_draft_model_path"])
+@pytest.mark.parametrize("path", ["/no/such/folder", "./no/such/folder", "../nothing"])
+def test_path_that_does_not_exist(make_args, argument, path):
+    flag = "--" + argument.replace("_", "-")
+    assert_refused(make_args(**{argument: path}), f"{flag} {path}: no such folder", "Give a folder")
+
+
+def test_folder_without_a_config(make_args, tmp_path):
+    assert_refused(
+        make_args(speculative_draft_model_path=str(tmp_path)),
+        f"--speculative-draft-model-path {tmp_path}: no model configuration could be loaded",
+    )
+
+
+def test_vocabularies_that_differ(make_args, write_config):
+    draft = write_config("other", vocab_size=500)
+    assert_refused(
+        make_args(speculative_draft_model_path=draft),
+        f"--speculative-draft-model-path {draft}",
+        "500",
+        "512",
+        "Choose",
+    )
+
+
+ARCHITECTURES = {
+    "mistral": ({"model_type": "mistral", "sliding_window": 128}, "sliding_window=128"),
+    "qwen2": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1},
+        "sliding_window=128",
+    ),
+    "gemma2": ({"model_type": "gemma2", "sliding_window": 128, "head_dim": 32}, "sliding"),
+    "qwen3_next": ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "linear_attention"),
+    "mamba": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba"),
+}
+
+
+@pytest.mark.parametrize("argument", ["model_path", "speculative_draft_model_path"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_without_full_attention(make_args, write_config, argument, name):
+    fields, reason = ARCHITECTURES[name]
+    path = write_config(name, **fields)
+    flag = "--" + argument.replace("_", "-")
+    assert_refused(
+        make_args(**{argument: path}), f"{flag} {path}", reason, "not supported by TETRIS yet", "another"
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 128},
+        {"model_type": "qwen3"},
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_architectures_with_full_attention(make_args, write_config, fields):
+    validate_server_args(make_args(speculative_draft_model_path=write_config("other", **fields)))
+
+
+# -- through SGLang's own resolution, as in a server --------------------------------------------------------------
+
+
+def resolve(args: ServerArgs) -> ServerArgs:
+    args.resolve_once()
+    return args
+
+
+def test_resolution_fills_in_what_tetris_implies(plugins, make_args):
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    resolved = resolving_view(resolve(make_args(speculative_num_steps=4)))
+    assert resolved.speculative_algorithm == "TETRIS"
+    assert resolved.speculative_num_steps == 4
+    assert resolved.speculative_num_draft_tokens == 5
+    assert resolved.speculative_eagle_topk == 1
+
+
+@pytest.mark.parametrize("spelling", ["TETRIS", "tetris"])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        # SGLang loads the draft's configuration before it asks a registered algorithm to validate.
+        (
+            {"speculative_draft_model_path": "/no/such"},
+            "--speculative-draft-model-path /no/such: no such folder",
+        ),
+        ({"speculative_draft_model_path": None}, "--speculative-draft-model-path is missing"),
+        ({"speculative_num_steps": 0}, "--speculative-num-steps=0"),
+        ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4"),
+    ],
+    ids=["no folder", "no path", "no steps", "trees"],
+)
+def test_resolution_ends_with_our_message(plugins, make_args, spelling, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(make_args(speculative_algorithm=spelling, **arguments))
+
+
+def test_the_deprecated_dp_attention_flag_is_refused(plugins, make_args):
+    with pytest.raises(ValueError, match="--attn-dp-size / --enable-dp-attention 2"):
+        resolve(make_args(dp_size=2, tp_size=2, enable_dp_attention=True))
+
+
+def test_prepare_server_args_takes_our_flags(plugins, environment, make_args):
+    args = make_args()
+    prepared = prepare_server_args(
+        ["--model-path", args.model_path, "--speculative-algorithm", "TETRIS", "--speculative-draft-model-path",
+         args.speculative_draft_model_path, "--speculative-tetris-capacity-per-request", "1.5"]
+    )  # fmt: skip
+    resolve(prepared)
+    assert environment["SGLANG_TETRIS_CAPACITY_PER_REQUEST"] == "1.5"
