@@ -748,7 +748,15 @@ def render_card(metrics: dict) -> str:
         losses = f"{history['first_loss']:.2f} -> {history['last_loss']:.2f} | {held_out_loss:.2f}"
         return f"{history['steps']} | {history['tokens'] / 1e6:.2f} M | {losses}"
 
-    kinds = "\n".join(f"| {kind} | {accepted[kind]:.2f} |" for kind in KINDS)
+    def spread(kind: str) -> str:
+        """The mean, and the values that a tenth of the prompts stay below and above."""
+        counts = acceptance["accepted_and_verifications"]
+        means = sorted(
+            a / v for key, (a, v) in counts.items() if v and (kind == "overall" or key.startswith(kind))
+        )
+        return f"{accepted[kind]:.2f} | {means[len(means) // 10]:.2f} | {means[-1 - len(means) // 10]:.2f}"
+
+    kinds = "\n".join(f"| {kind} | {spread(kind)} |" for kind in (*KINDS, "overall"))
     characters = ", ".join(
         f"{kind} {corpus['characters_by_kind'].get(kind, 0) / 1e6:.1f} M" for kind in KINDS
     )
@@ -803,12 +811,11 @@ same token likeliest at {metrics["top1_agreement"]:.1%} of the positions.
 ## Acceptance
 
 Greedy, {acceptance["drafted"]} tokens drafted per verification, {acceptance["new_tokens"]} new tokens per
-prompt, float32, over `prompts.jsonl`.
+prompt, float32, over `prompts.jsonl`: mean over all verifications, and the spread of the prompts' own means.
 
-| kind | mean accepted of {acceptance["drafted"]} |
-|---|---|
+| kind | mean accepted of {acceptance["drafted"]} | a tenth of the prompts below | a tenth above |
+|---|---|---|---|
 {kinds}
-| **overall** | **{accepted["overall"]:.2f}** |
 
 ## Prompts
 
