@@ -449,24 +449,21 @@ def find_missing_symbols(symbols: Iterable[Symbol] = SYMBOLS) -> list[str]:
         except (ImportError, AttributeError):
             missing.append(f"{name} ({purpose})")
             continue
-        missing += [f"{name}: {member} ({purpose})" for member in members if member not in _members(symbol)]
+        offered = _members(symbol)
+        if not offered.issuperset(members) and inspect.isclass(symbol):
+            offered |= _used_of_self(symbol)
+        missing += [f"{name}: {member} ({purpose})" for member in members if member not in offered]
     return missing
 
 
 def _members(symbol: Any) -> set[str]:
-    """Parameters of a function; of a class its attributes, its fields and what its methods use of self."""
+    """Parameters of a function; attributes and fields of a class."""
     if not inspect.isclass(symbol):
         return set(inspect.signature(symbol).parameters)
-    members: set[str] = set()
-    for base in symbol.__mro__[:-1]:
-        members |= {*vars(base), *inspect.get_annotations(base)}
-        if base.__module__.startswith("sglang."):
-            members |= set(re.findall(r"\bself\.(\w+)", _source(base)))
-    return members
+    return {name for base in symbol.__mro__[:-1] for name in (*vars(base), *inspect.get_annotations(base))}
 
 
-def _source(class_: type) -> str:
-    try:
-        return inspect.getsource(class_)
-    except (OSError, TypeError):  # generated, e.g. by msgspec.defstruct
-        return ""
+def _used_of_self(class_: type) -> set[str]:
+    """What the methods of a class read and write of self."""
+    ours = [base for base in class_.__mro__ if base.__module__.startswith("sglang.")]
+    return {name for base in ours for name in re.findall(r"\bself\.(\w+)", inspect.getsource(base))}
