@@ -38,7 +38,7 @@ def register() -> None:
 
 def verify_landed() -> None:
     """Raise RuntimeError naming each seam that is not in effect in this process."""
-    missing = [seam for seam in SEAMS if seam.kind != "call" and not _landed(seam)]
+    missing = [seam for seam in SEAMS if seam.hook and not _landed(seam)]
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -72,7 +72,7 @@ def _register_scope(scope: str) -> None:
         if seam.kind == "fill":
             owner, _, name = seam.target.rpartition(".")
             setattr(pkgutil.resolve_name(owner), name, pkgutil.resolve_name(seam.hook))
-        elif seam.kind != "call":
+        elif seam.hook:
             HookRegistry.register(seam.target, pkgutil.resolve_name(seam.hook), HookType(seam.kind))
         _registered.append(seam)
 

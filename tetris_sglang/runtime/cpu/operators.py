@@ -311,6 +311,12 @@ def gather_spec_extras(
     )
 
 
+def get_last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_tensor: Tensor) -> Tensor:
+    """[bs] cache row of each request's last prefix token, -1 without a prefix (`srt/mem_cache/allocation.py`)."""
+    last = req_to_token[req_pool_indices_tensor, (prefix_lens_tensor - 1).clamp(min=0)]
+    return torch.where(prefix_lens_tensor > 0, last, -1).to(prefix_lens_tensor.dtype)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # the module that stands in for `sgl_kernel`
 
