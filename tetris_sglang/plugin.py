@@ -7,6 +7,10 @@ def load() -> None:
     SGLang logs an exception raised here and goes on without the plugin; --speculative-algorithm TETRIS is then an
     unknown name and start-up ends.
     """
+    from tetris_sglang.compat import check_sglang_version
+
+    check_sglang_version()
+
     from tetris_sglang.runtime import cpu
     from tetris_sglang.runtime.algorithm import register_algorithm
     from tetris_sglang.runtime.arguments import accept_engine_arguments
