@@ -6,6 +6,7 @@ loaded by then) and the torch-only operators.
 """
 
 import os
+import shutil
 from functools import lru_cache
 
 import torch
@@ -44,6 +45,14 @@ def activate() -> None:
     if not is_active():
         return
     os.environ[ENGINE_VARIABLE] = "1"
+    if not _has_cpp_compiler():
+        # SGLang compiles a few small functions with torch.compile, which needs one; without, they run as written.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     from tetris_sglang.runtime.cpu import operators
 
     operators.install()
+
+
+def _has_cpp_compiler() -> bool:
+    """Whether torch.compile would find a compiler (torch._inductor.config.cpp.cxx: $CXX, then g++)."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++") if name)
