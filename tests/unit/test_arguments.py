@@ -154,6 +154,24 @@ def test_unsupported_arguments_are_refused_by_name(make_args, item):
     )
 
 
+def test_what_the_readme_lists_is_refused():
+    """The refusals that must not get lost: LoRA, DP attention, PP, two-batch overlap, PD, draft trees, thresholds."""
+    assert {item.argument for item in UNSUPPORTED} >= {
+        "enable_lora",
+        "lora_paths",
+        "attn_dp_size",
+        "pp_size",
+        "enable_two_batch_overlap",
+        "enable_pdmux",
+        "disaggregation_mode",
+        "enable_mixed_chunk",
+        "speculative_eagle_topk",
+        "speculative_accept_threshold_single",
+        "speculative_accept_threshold_acc",
+        "enable_custom_logit_processor",
+    }
+
+
 def test_a_good_pair_is_accepted(make_args):
     validate_server_args(make_args())
     validate_server_args(
