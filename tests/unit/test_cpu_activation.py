@@ -24,6 +24,7 @@ def state():
     kernel = sys.modules.get("sgl_kernel")
     return {
         "engine": os.environ.get("SGLANG_USE_CPU_ENGINE"),
+        "spin": os.environ.get("GOMP_SPINCOUNT"),
         "names": [n for n in ATTENTION_BACKEND_CHOICES + DRAFT_ATTENTION_BACKEND_CHOICES if n == "torch_ragged"],
         "hooks": [seam.target for seam in SEAMS if seam.target in HookRegistry._hooks],
         "defaults": "handle_cpu_backends" in _HOOKS,
@@ -45,12 +46,15 @@ torch.cuda.get_device_properties = lambda *a: SimpleNamespace(
 
 NO_GPU = "torch.cuda.is_available = lambda: False\n"
 
-UNTOUCHED = {"engine": None, "names": [], "hooks": [], "defaults": False, "kernel": None}
+UNTOUCHED = {"engine": None, "spin": None, "names": [], "hooks": [], "defaults": False, "kernel": None}
+
+
+TRACES = ("SGLANG_USE_CPU_ENGINE", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "SGLANG_PLUGINS")
 
 
 def run(code, **environment):
     """What `code` prints last, as JSON, from a fresh process without activation's traces."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("SGLANG_USE_CPU_ENGINE", "SGLANG_PLUGINS")}
+    clean = {k: v for k, v in os.environ.items() if k not in TRACES}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PREAMBLE + textwrap.dedent(code)],
         env=clean | {"OMP_NUM_THREADS": "1"} | environment,
@@ -166,6 +170,7 @@ print(json.dumps({
     "returned": returned,
     "active": a.is_active(),
     "engine": os.environ.get("SGLANG_USE_CPU_ENGINE"),
+    "spin": os.environ.get("GOMP_SPINCOUNT"),
     "kernel": getattr(sgl_kernel, "mark", "stand-in"),
     "operator": operator and operator.__module__,
     "sglang": "sglang" in sys.modules,
@@ -195,6 +200,13 @@ def test_a_kernel_that_does_not_load_is_replaced(tmp_path):
     assert result["operator"] == "tetris_sglang.runtime.cpu.operators"
     assert result["returned"] is None  # SGLang keeps its own CPU platform
     assert not result["sglang"]  # every process pays for what activation imports
+
+
+@pytest.mark.parametrize(
+    "typed,spin", [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_how_threads_wait_is_the_users_choice(typed, spin):
+    assert run(NO_GPU + ACTIVATE, **typed)["spin"] == spin
 
 
 def test_names_and_defaults_reach_every_process_hooks_only_a_schedulers(without_gpu):

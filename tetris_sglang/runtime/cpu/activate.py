@@ -13,6 +13,10 @@ import torch
 
 ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 
+# How long an idle OpenMP thread spins before it sleeps. libgomp's own 300000 makes every parallel region wait for
+# a descheduled thread as soon as anything else runs on the machine, the server's own processes included.
+SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
+
 
 def has_accelerator() -> bool:
     """Whether torch sees any accelerator that SGLang would choose by itself."""
