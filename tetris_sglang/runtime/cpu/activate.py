@@ -49,6 +49,8 @@ def activate() -> None:
     if not is_active():
         return
     os.environ[ENGINE_VARIABLE] = "1"
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(SPIN_VARIABLE, SPIN_COUNT)  # read by the processes that the server spawns
     if not _has_cpp_compiler():
         # SGLang compiles a few small functions with torch.compile, which needs one; without, they run as written.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
