@@ -143,6 +143,11 @@ GIVEN = {
     "speculative_accept_threshold_acc": 0.5,
     "speculative_token_map": "map.pt",
     "dllm_algorithm": "LowConfidence",
+    "attention_backend": "torch_native",
+    "prefill_attention_backend": "torch_native",
+    "decode_attention_backend": "triton",
+    "speculative_draft_attention_backend": "torch_native",
+    "tokenizer_worker_num": 2,
 }
 
 
@@ -169,6 +174,8 @@ def test_what_the_readme_lists_is_refused():
         "speculative_accept_threshold_single",
         "speculative_accept_threshold_acc",
         "enable_custom_logit_processor",
+        "attention_backend",
+        "tokenizer_worker_num",
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tetris_sglang.config import DEFAULT_NUM_STEPS, SETTINGS, Setting, TetrisConfig, export_arguments
+from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
 
 # SGLang's own default for speculation (arg_groups/speculative_hook.py, _handle_eagle_family).
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -91,7 +92,16 @@ _NEUTRAL: dict[str, tuple] = {
     "speculative_accept_threshold_single": (None, 1.0),
     "speculative_accept_threshold_acc": (None, 1.0),
     "disaggregation_mode": (None, "null"),
+    "tokenizer_worker_num": (None, 1),
+    "attention_backend": (None, ATTENTION_BACKEND),
+    "prefill_attention_backend": (None, ATTENTION_BACKEND),
+    "decode_attention_backend": (None, ATTENTION_BACKEND),
+    "speculative_draft_attention_backend": (None, ATTENTION_BACKEND),
 }
+_OTHER_BACKEND = f"only the attention backend {ATTENTION_BACKEND} serves ragged batches"
+_UNGUARDED = (
+    "SGLang loads no plugins where it takes requests, so TETRIS could not refuse what it cannot serve"
+)
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
@@ -155,6 +165,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--enable-custom-logit-processor",
         "processors are not told about drafted tokens",
     ),
+    Unsupported("attention_backend", "--attention-backend", _OTHER_BACKEND),
+    Unsupported("prefill_attention_backend", "--prefill-attention-backend", _OTHER_BACKEND),
+    Unsupported("decode_attention_backend", "--decode-attention-backend", _OTHER_BACKEND),
+    Unsupported(
+        "speculative_draft_attention_backend", "--speculative-draft-attention-backend", _OTHER_BACKEND
+    ),
+    Unsupported("tokenizer_worker_num", "--tokenizer-worker-num", _UNGUARDED),
+    Unsupported("smg_grpc_mode", "--smg-grpc-mode", _UNGUARDED),
     Unsupported("dllm_algorithm", "--dllm-algorithm", "diffusion models do not draft"),
 )
 
