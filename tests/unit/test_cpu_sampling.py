@@ -135,7 +135,9 @@ def test_wrong_acceptance_is_noticed():
 
 def test_greedy_rows_in_a_sampled_batch_are_deterministic():
     """SGLang runs a greedy request beside sampled ones as top_k 1."""
-    probs = sampling.top_k_renorm_prob(torch.rand(SAMPLES, 5).softmax(-1), torch.ones(SAMPLES, dtype=torch.int32))
+    probs = sampling.top_k_renorm_prob(
+        torch.rand(SAMPLES, 5).softmax(-1), torch.ones(SAMPLES, dtype=torch.int32)
+    )
     next_token, next_sibling = chain(2)
     best = probs.argmax(-1)
     predicts, _, accepted = verify(
@@ -191,6 +193,6 @@ def test_a_cpu_is_no_reason_to_be_greedy():
     def upstream(*, is_all_greedy, is_cpu, is_hip, is_xpu, use_rejection_sampling):
         return is_all_greedy or is_cpu
 
-    others = dict(is_hip=False, is_xpu=False, use_rejection_sampling=False)
+    others = {"is_hip": False, "is_xpu": False, "use_rejection_sampling": False}
     assert sampling.verify_by_request(upstream, is_all_greedy=False, is_cpu=True, **others) is False
     assert sampling.verify_by_request(upstream, is_all_greedy=True, is_cpu=True, **others) is True

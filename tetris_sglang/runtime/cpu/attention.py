@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
 from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
 
 # Up to so many queries per request, query heads are folded. Beyond, the kernel is as fast without, and the
@@ -73,7 +73,9 @@ class TorchRaggedBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.dtype = model_runner.dtype
-        self.hidden_bias = torch.finfo(self.dtype).min
+        self.visible_bias = torch.zeros((), dtype=self.dtype, device=self.device)
+        self.hidden_bias = torch.full_like(self.visible_bias, torch.finfo(self.dtype).min)
+        self.columns = torch.arange(self.req_to_token_pool.req_to_token.shape[1], device=self.device)
         self.max_context_len = model_runner.model_config.context_len
         self.forward_metadata: Plan | None = None
 
@@ -108,13 +110,12 @@ class TorchRaggedBackend(AttentionBackend):
             3, 4 of the first request and 6, 7, 8 of the second.
         """
         bs = req_pool_indices.shape[0]
-        device = kv_lens.device
-        column = torch.arange(max_kv_len, device=device)
+        column = self.columns[:max_kv_len]  # the bound may lie beyond the table
         within = column < kv_lens[:, None]  # [bs, kv]
         if max_q_len == 1:
             visible = within[:, None]
         else:
-            query = torch.arange(max_q_len, device=device)
+            query = self.columns[:max_q_len]
             first = (kv_lens - q_lens)[:, None]  # position of a request's first query
             if tree_mask is None:
                 visible = column <= (first + query)[:, :, None]
@@ -124,14 +125,16 @@ class TorchRaggedBackend(AttentionBackend):
                 visible = visible | (column < first)[:, None]
             visible = visible & within[:, None]
         slots = self._slots(req_pool_indices, within)
-        plan = Plan(bs, max_q_len, max_kv_len, slots, self._bias(~visible)[:, None])
+        plan = Plan(bs, max_q_len, column.shape[0], slots, self._bias(visible)[:, None])
         self._pad(plan, q_lens, total_q_tokens)
         self.forward_metadata = plan
         return plan
 
-    def plan_first(self, req_pool_indices: Tensor, q_lens: Tensor, max_q_len: int, total_q_tokens: int) -> Plan:
+    def plan_first(
+        self, req_pool_indices: Tensor, q_lens: Tensor, max_q_len: int, total_q_tokens: int
+    ) -> Plan:
         """`plan` for requests with nothing in the cache but the pass's own tokens, which needs no bias."""
-        column = torch.arange(max_q_len, device=q_lens.device)
+        column = self.columns[:max_q_len]
         slots = self._slots(req_pool_indices, column < q_lens[:, None])
         plan = Plan(req_pool_indices.shape[0], max_q_len, max_q_len, slots, None)
         self._pad(plan, q_lens, total_q_tokens)
@@ -139,7 +142,13 @@ class TorchRaggedBackend(AttentionBackend):
         return plan
 
     def plan_tiles(
-        self, req_pool_indices: Tensor, kv_lens: Tensor, q_lens: Tensor, max_kv_len: int, tiles: int, total: int
+        self,
+        req_pool_indices: Tensor,
+        kv_lens: Tensor,
+        q_lens: Tensor,
+        max_kv_len: int,
+        tiles: int,
+        total: int,
     ) -> Plan:
         """`plan` with every request cut into tiles of `TILE_QUERIES` queries, each planned as a request.
 
@@ -159,10 +168,8 @@ class TorchRaggedBackend(AttentionBackend):
         table = self.req_to_token_pool.req_to_token[:, : within.shape[1]]
         return torch.where(within, table.index_select(0, req_pool_indices), 0).view(-1)
 
-    def _bias(self, hidden: Tensor) -> Tensor:
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(
-            hidden, self.hidden_bias
-        )
+    def _bias(self, visible: Tensor) -> Tensor:
+        return torch.where(visible, self.visible_bias, self.hidden_bias)
 
     def _pad(self, plan: Plan, q_lens: Tensor, total_q_tokens: int) -> None:
         if total_q_tokens == plan.bs * plan.q:
@@ -173,8 +180,7 @@ class TorchRaggedBackend(AttentionBackend):
         owner = torch.searchsorted(end, token, right=True).clamp_(max=plan.bs - 1)
         # Padding tokens repeat a row of the last request; nobody reads them.
         plan.unpad = owner * plan.q + (token - start[owner]).clamp_(max=plan.q - 1)
-        query = torch.arange(plan.q, device=q_lens.device)
-        plan.pad = (start[:, None] + query).clamp_(max=total_q_tokens - 1).view(-1)
+        plan.pad = (start[:, None] + self.columns[: plan.q]).clamp_(max=total_q_tokens - 1).view(-1)
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Plan the pass that `forward_batch` describes."""
@@ -242,13 +248,19 @@ class TorchRaggedBackend(AttentionBackend):
         group = layer.tp_q_head_num // kv_heads
         pool = self.token_to_kv_pool
         keys = pool.get_key_buffer(layer.layer_id).index_select(0, plan.slots).view(bs, plan.kv, kv_heads, -1)
-        values = pool.get_value_buffer(layer.layer_id).index_select(0, plan.slots).view(bs, plan.kv, kv_heads, -1)
+        values = (
+            pool.get_value_buffer(layer.layer_id).index_select(0, plan.slots).view(bs, plan.kv, kv_heads, -1)
+        )
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if plan.pad is not None:
             q = q.index_select(0, plan.pad)
 
         if plan.q <= FOLDED_QUERIES and plan.bias is not None:
-            q = q.view(bs, plan.q, kv_heads, group, -1).transpose(1, 2).reshape(bs, kv_heads, plan.q * group, -1)
+            q = (
+                q.view(bs, plan.q, kv_heads, group, -1)
+                .transpose(1, 2)
+                .reshape(bs, kv_heads, plan.q * group, -1)
+            )
             out = F.scaled_dot_product_attention(
                 q, keys, values, attn_mask=plan.folded_bias(group), scale=layer.scaling
             )
@@ -284,8 +296,7 @@ class TorchRaggedMultiStepDraftBackend:
         seq_lens = forward_batch.seq_lens
         device = seq_lens.device
         backend = self.attn_backends[0]
-        kv = _longest(forward_batch) + steps - 1
-        column = torch.arange(kv, device=device)
+        column = backend.columns[: _longest(forward_batch) + steps - 1]
         within = column < (seq_lens + (steps - 1))[:, None]
         indices = forward_batch.req_pool_indices
         if branches == 1:
@@ -299,9 +310,9 @@ class TorchRaggedMultiStepDraftBackend:
             slots = torch.where(within[:, None], rows, 0).view(-1)
             seq_lens = seq_lens.repeat_interleave(branches, output_size=bs * branches)
         ends = seq_lens + torch.arange(1, steps, device=device)[:, None]  # [steps - 1, bs * branches]
-        bias = backend._bias(column >= ends[:, :, None])[:, :, None, None]
+        bias = backend._bias(column < ends[:, :, None])[:, :, None, None]
         for step, backend in enumerate(self.attn_backends):
-            backend.forward_metadata = Plan(bs * branches, 1, kv, slots, bias[step])
+            backend.forward_metadata = Plan(bs * branches, 1, column.shape[0], slots, bias[step])
 
 
 def _longest(forward_batch) -> int:

@@ -33,6 +33,10 @@ def register() -> None:
         def create(model_runner):
             from tetris_sglang.runtime.cpu.attention import TorchRaggedBackend
 
+            try:
+                verify_landed()
+            except RuntimeError as error:  # a server without speculation may still serve
+                logger.error("%s", error)
             return TorchRaggedBackend(model_runner)
 
 

@@ -150,12 +150,16 @@ def build_tree_kernel_efficient_cpu(
 
     if tree_mask_mode == 1:  # QLEN_ONLY: n x n per request
         tree_mask.view(-1)[: bs * n * n].view(bs, n, n).copy_(visible)
-    elif tree_mask_mode == 0:  # FULL_MASK: n x (seq_len + n) per request, the prefix part filled by the caller
+    elif (
+        tree_mask_mode == 0
+    ):  # FULL_MASK: n x (seq_len + n) per request, the prefix part filled by the caller
         before = n * (seq_lens.cumsum(0) - seq_lens) + n * n * torch.arange(bs)
         row = before[:, None] + (seq_lens[:, None] + n) * node + seq_lens[:, None]
         tree_mask.view(-1)[(row[:, :, None] + node).view(-1)] = visible.reshape(-1)
     else:
-        raise NotImplementedError(f"build_tree_kernel_efficient_cpu: tree_mask_mode {tree_mask_mode} is not supported")
+        raise NotImplementedError(
+            f"build_tree_kernel_efficient_cpu: tree_mask_mode {tree_mask_mode} is not supported"
+        )
 
 
 def reconstruct_indices_from_tree_mask(
@@ -177,7 +181,9 @@ def reconstruct_indices_from_tree_mask(
     parent = torch.where(ancestor, node, -1).amax(-1)
     child = torch.where(ancestor, node[:, None], n).amin(1)
     retrive_next_token.view(bs, n).copy_(torch.where(child < n, child, -1))
-    later_twin = (parent[:, :, None] == parent[:, None, :]) & (node > node[:, None]) & (parent >= 0)[:, :, None]
+    later_twin = (
+        (parent[:, :, None] == parent[:, None, :]) & (node > node[:, None]) & (parent >= 0)[:, :, None]
+    )
     sibling = torch.where(later_twin, node, n).amin(-1)
     retrive_next_sibling.view(bs, n).copy_(torch.where(sibling < n, sibling, -1))
 
@@ -225,7 +231,9 @@ def write_paths(
     """Write `accept_index` [bs, depth] (row numbers by level, -1 after the path) and `accept_token_num` [bs]
     (accepted nodes, the root not counted) in place."""
     bs, depth = accept_index.shape
-    index = torch.full((bs, depth + 1), -1, dtype=accept_index.dtype)  # the last column takes the refused nodes
+    index = torch.full(
+        (bs, depth + 1), -1, dtype=accept_index.dtype
+    )  # the last column takes the refused nodes
     index.scatter_(1, torch.where(accepted, level, depth), retrive_index.to(index.dtype))
     accept_index.copy_(index[:, :depth])
     accept_token_num.copy_(accepted.sum(-1) - 1)
@@ -264,14 +272,18 @@ def verify_tree_greedy_cpu(
 # bookkeeping after verification
 
 
-def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int) -> None:
+def fill_bonus_tokens_cpu(
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
+) -> None:
     """`bonus_tokens[b]` = the last of request b's `accept_lens[b]` accepted tokens."""
     bs = accept_lens.shape[0]
     last = torch.arange(0, bs * accept_stride, accept_stride) + accept_lens - 1
     bonus_tokens[:bs] = accept_tokens.view(-1)[last].to(bonus_tokens.dtype)
 
 
-def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
+def fill_accept_out_cache_loc_cpu(
+    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
+) -> None:
     """Pack the slots of the accepted nodes (entries of `accept_index` other than -1)."""
     accepted = accept_index.view(-1)
     accepted = accepted[accepted > -1].long()
@@ -343,22 +355,12 @@ MODULES = ("sgl_kernel", "sgl_kernel.speculative", "sgl_kernel.kvcacheio")
 
 def native_operators_exist() -> bool:
     """Whether an installed `sgl_kernel` brings the CPU operators itself (its CPU builds do)."""
-    if isinstance(sys.modules.get("sgl_kernel"), _StandIn):
-        return False
-    try:
-        importlib.import_module("sgl_kernel")
-    except Exception:  # the CUDA build fails in many ways without a driver
-        _forget_sgl_kernel()
-        return False
-    return hasattr(torch.ops.sgl_kernel, "verify_tree_greedy_cpu")
+    return _load_sgl_kernel() and hasattr(torch.ops.sgl_kernel, "verify_tree_greedy_cpu")
 
 
 def install() -> None:
     """Make `from sgl_kernel import ..._cpu` give the operators above. Idempotent."""
-    try:
-        importlib.import_module("sgl_kernel")
-    except Exception:
-        _forget_sgl_kernel()
+    if not _load_sgl_kernel():
         for name in MODULES:
             sys.modules[name] = _StandIn(name)
             parent, _, child = name.rpartition(".")
@@ -372,6 +374,16 @@ def install() -> None:
             setattr(module, operator_name, _unsupported(operator_name, feature))
 
 
+def _load_sgl_kernel() -> bool:
+    try:
+        importlib.import_module("sgl_kernel")
+    except (ImportError, OSError, RuntimeError):  # the CUDA build, without the driver's libraries
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sgl_kernel"]:
+            del sys.modules[name]
+        return False
+    return True
+
+
 class _StandIn(types.ModuleType):
     """An empty package under the name of one that does not load here."""
 
@@ -382,14 +394,11 @@ class _StandIn(types.ModuleType):
         self.__version__ = "0.0.0+tetris"
 
 
-def _forget_sgl_kernel() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sgl_kernel"]:
-        del sys.modules[name]
-
-
 def _unsupported(name: str, feature: str):
     def operator(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name} ({feature}) is not available on the portable CPU platform")
+        raise NotImplementedError(
+            f"sgl_kernel.{name} ({feature}) is not available on the portable CPU platform"
+        )
 
     operator.__name__ = name
     return operator

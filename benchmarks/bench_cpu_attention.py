@@ -1,0 +1,271 @@
+"""What a layer of the `torch_ragged` attention backend costs: against a loop over requests, and what lost to it.
+
+    python benchmarks/bench_cpu_attention.py
+    python benchmarks/bench_cpu_attention.py --dtype bfloat16 --variants
+
+Timed is the attention of one layer over a planned pass (gather keys and values, attend, give back packed rows) and,
+apart, the plan, which all layers of a pass share. The reference takes one request after the other, as SGLang's
+`torch_native` does. `--variants` also times ways to compute the same that were tried and not chosen; every variant's
+output is checked against the backend's first. Method as in bench_selection.py: CPU time of one thread, candidates in
+turn within a round, ratios within a round, median and half the spread between quartiles.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from bench_selection import ROOT, count_calls, describe_run, draw_ratio, summarise, time_us
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+RESULT = ROOT / "benchmarks/results/cpu_attention.json"
+HEAD_DIM = 64
+CACHE_SLOTS = 32768
+# Queries of each request in turn: a decode step, verification of chains of 3 and 6, and of ragged chains.
+PASSES = {"decode": [1], "verify 4": [4], "verify 7": [7], "ragged 1-7": [1, 7, 2, 4]}
+
+
+class Pass:
+    """A planned pass over random requests, for one layer."""
+
+    def __init__(
+        self,
+        batch: int,
+        kv_len: int,
+        q_lens: list[int],
+        heads: int,
+        kv_heads: int,
+        dtype: torch.dtype,
+        seed: int,
+    ):
+        from tetris_sglang.runtime.cpu.attention import TorchRaggedBackend
+
+        generator = torch.Generator().manual_seed(seed)
+        self.heads, self.kv_heads, self.group = heads, kv_heads, heads // kv_heads
+        self.q_lens = torch.tensor([q_lens[i % len(q_lens)] for i in range(batch)])
+        self.kv_lens = torch.randint(kv_len // 2, kv_len + 1, (batch,), generator=generator) + self.q_lens
+        self.max_kv, self.max_q, self.tokens = (
+            int(self.kv_lens.max()),
+            int(self.q_lens.max()),
+            int(self.q_lens.sum()),
+        )
+        shape = CACHE_SLOTS, kv_heads, HEAD_DIM
+        self.keys, self.values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        self.table = torch.randint(
+            1, CACHE_SLOTS, (batch, self.max_kv), generator=generator, dtype=torch.int32
+        )
+        self.indices = torch.arange(batch)
+        self.q = torch.randn(self.tokens, heads * HEAD_DIM, generator=generator).to(dtype)
+        self.layer = SimpleNamespace(
+            layer_id=0, tp_q_head_num=heads, tp_k_head_num=kv_heads, scaling=HEAD_DIM**-0.5
+        )
+        pool = SimpleNamespace(get_key_buffer=lambda _: self.keys, get_value_buffer=lambda _: self.values)
+        self.backend = TorchRaggedBackend(
+            SimpleNamespace(
+                device="cpu",
+                dtype=dtype,
+                use_mla_backend=False,
+                model=torch.nn.Module(),
+                model_config=SimpleNamespace(context_len=self.max_kv),
+                req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+                token_to_kv_pool=pool,
+            )
+        )
+        self.planned = self.plan()
+
+    def plan(self):
+        return self.backend.plan(
+            self.indices, self.kv_lens, self.q_lens, self.max_kv, self.max_q, self.tokens
+        )
+
+    def backend_layer(self):
+        return self.backend.attend(self.q, self.layer, self.planned)
+
+    def loop_over_requests(self):
+        outs, start = [], 0
+        for b, (kv, n) in enumerate(zip(self.kv_lens.tolist(), self.q_lens.tolist(), strict=True)):
+            rows = self.table[b, :kv]
+            q = self.q[start : start + n].view(n, self.heads, HEAD_DIM).transpose(0, 1)[None]
+            start += n
+            keys, values = (cache[rows].transpose(0, 1)[None] for cache in (self.keys, self.values))
+            mask = torch.ones(n, kv, dtype=torch.bool).tril(kv - n) if n > 1 else None
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=self.group > 1)
+            outs.append(out[0].transpose(0, 1).reshape(n, -1))
+        return torch.cat(outs)
+
+    # ---- the backend's computation with one decision taken otherwise
+
+    def _gathered(self):
+        shape = self.planned.bs, self.planned.kv, self.kv_heads, HEAD_DIM
+        return (
+            c.index_select(0, self.planned.slots).view(shape).transpose(1, 2)
+            for c in (self.keys, self.values)
+        )
+
+    def _padded(self):
+        plan = self.planned
+        return self.q if plan.pad is None else self.q.index_select(0, plan.pad)
+
+    def _packed(self, out):  # [bs, heads, q, head_dim]
+        out = out.transpose(1, 2).reshape(self.planned.bs * self.planned.q, -1)
+        return out if self.planned.unpad is None else out.index_select(0, self.planned.unpad)
+
+    def _folded(self, q):
+        plan = self.planned
+        q = q.view(plan.bs, plan.q, self.kv_heads, self.group, HEAD_DIM).transpose(1, 2)
+        return q.reshape(plan.bs, self.kv_heads, plan.q * self.group, HEAD_DIM)
+
+    def _unfolded(self, out):
+        plan = self.planned
+        out = out.view(plan.bs, self.kv_heads, plan.q, self.group, HEAD_DIM).transpose(2, 3)
+        return self._packed(out.reshape(plan.bs, self.heads, plan.q, HEAD_DIM))
+
+    def advanced_indexing(self):
+        plan = self.planned
+        slots = plan.slots.view(plan.bs, plan.kv)
+        keys, values = (cache[slots].transpose(1, 2) for cache in (self.keys, self.values))
+        q = self._folded(self._padded())
+        return self._unfolded(
+            F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.folded_bias(self.group))
+        )
+
+    def boolean_mask(self):
+        keys, values = self._gathered()
+        mask = self.planned.folded_bias(self.group) == 0
+        q = self._folded(self._padded())
+        return self._unfolded(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+    def grouped_query_kernel(self):
+        plan = self.planned
+        keys, values = self._gathered()
+        q = self._padded().view(plan.bs, plan.q, self.heads, HEAD_DIM).transpose(1, 2)
+        return self._packed(
+            F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.bias, enable_gqa=self.group > 1)
+        )
+
+    def repeated_heads(self):
+        plan = self.planned
+        keys, values = (c.repeat_interleave(self.group, 1) for c in self._gathered())
+        q = self._padded().view(plan.bs, plan.q, self.heads, HEAD_DIM).transpose(1, 2)
+        return self._packed(F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.bias))
+
+    def two_matmuls(self):
+        keys, values = self._gathered()
+        q = self._folded(self._padded()) * HEAD_DIM**-0.5
+        scores = torch.matmul(q, keys.transpose(2, 3)) + self.planned.folded_bias(self.group)
+        return self._unfolded(torch.matmul(scores.softmax(-1), values))
+
+
+VARIANTS = ("advanced_indexing", "boolean_mask", "grouped_query_kernel", "repeated_heads", "two_matmuls")
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    heads: Annotated[str, typer.Option(help="query/key-value heads, comma-separated")] = "8/2,12/4,4/4",
+    batches: Annotated[str, typer.Option(help="requests in a pass")] = "1,4,16",
+    kv_lens: Annotated[
+        str, typer.Option(help="longest cache; requests lie between half of it and all")
+    ] = "50,300,700",
+    variants: Annotated[bool, typer.Option(help="also time the ways that lost")] = False,
+    rounds: Annotated[int, typer.Option(min=3, help="timing rounds per cell")] = 9,
+    round_ms: Annotated[float, typer.Option(help="least time that each candidate runs in a round")] = 3.0,
+    seed: int = 0,
+) -> None:
+    """Time one layer's attention per kind of pass, batch, cache length and heads."""
+    torch.set_num_threads(1)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    candidates = ("loop_over_requests", *(VARIANTS if variants else ()))
+    cells = [
+        (kind, pair, int(batch), int(kv))
+        for pair in heads.split(",")
+        for kind in PASSES
+        for batch in batches.split(",")
+        for kv in kv_lens.split(",")
+    ]
+    results = []
+    with torch.inference_mode():
+        for kind, pair, batch, kv in track(cells, description="attention", console=console):
+            q_heads, kv_heads = map(int, pair.split("/"))
+            work = Pass(batch, kv, PASSES[kind], q_heads, kv_heads, getattr(torch, dtype), seed)
+            cell = {"pass": kind, "heads": pair, "batch": batch, "kv": kv}
+            results.append(cell | measure(work, candidates, rounds, round_ms))
+    for name in candidates:
+        console.print(draw(results, name))
+    console.print(draw(results, "plan"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    provenance = describe_run("cpu", seed) | {"commit": commit(), "dtype": dtype}
+    out.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
+    console.print(f"written: {out}")
+
+
+def measure(work: Pass, candidates: tuple[str, ...], rounds: int, round_ms: float) -> dict:
+    """{candidate: backend's time over its} and the plan's time over a layer's, each over the rounds."""
+    calls: dict[str, Callable] = {
+        name: getattr(work, name) for name in ("backend_layer", "plan", *candidates)
+    }
+    expected = work.backend_layer()
+    for name in candidates:
+        tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(calls[name](), expected, atol=tolerance, rtol=tolerance)
+    counts = {name: count_calls(call, round_ms, "cpu") for name, call in calls.items()}
+    elapsed = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            elapsed[name].append(time_us(call, counts[name], "cpu") / counts[name])
+    ratios = {
+        name: summarise(
+            [mine / its for mine, its in zip(elapsed["backend_layer"], elapsed[name], strict=True)]
+        )
+        for name in candidates
+    }
+    ratios["plan"] = summarise(
+        [plan / layer for plan, layer in zip(elapsed["plan"], elapsed["backend_layer"], strict=True)]
+    )
+    return ratios
+
+
+def draw(results: list[dict], name: str) -> Table:
+    titles = {
+        "plan": "the plan, made once per pass, in layers",
+        "loop_over_requests": "a layer, over a loop over requests",
+    }
+    columns = list(dict.fromkeys((cell["batch"], cell["kv"]) for cell in results))
+    title = titles.get(name, f"a layer, over {name.replace('_', ' ')}")
+    table = Table(
+        "heads",
+        "pass",
+        *(f"{b} x {kv}" for b, kv in columns),
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for pair, kind in dict.fromkeys((cell["heads"], cell["pass"]) for cell in results):
+        row = [cell for cell in results if (cell["heads"], cell["pass"]) == (pair, kind)]
+        table.add_row(pair, kind, *(draw_ratio(cell[name]) for cell in row))
+    return table
+
+
+def commit() -> str | None:
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run(
+        [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    )
+    if head.returncode:
+        return None
+    timed = ["tetris_sglang/runtime/cpu", "benchmarks/bench_cpu_attention.py"]
+    clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *timed], check=False).returncode == 0
+    return head.stdout.strip() + ("" if clean else "-dirty")
+
+
+if __name__ == "__main__":
+    typer.run(main)
