@@ -326,7 +326,9 @@ def run_bench_serving(arguments: Sequence[str]) -> dict[str, Any]:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             serving.cli_main()
     except (Exception, SystemExit) as error:
-        raise RunFailed(f"sglang.bench_serving: {error!r}; {printed.getvalue()[-500:]}") from error
+        raise RunFailed(
+            f"sglang.bench_serving ended with {error!r} after: {printed.getvalue()[-200:]}"
+        ) from error
     finally:
         sys.argv = argv
     return json.loads(output_file.read_text())
@@ -435,8 +437,9 @@ class Bench:
 
     def _run_group(self, number: int, group: Sequence[Arm], rounds: Sequence[tuple], bar: tqdm) -> None:
         with contextlib.ExitStack() as stack:
-            bar.set_description(f"group {number + 1}: starting {len(group)} servers")
-            servers = self._start(group, stack)
+            available = [arm for arm in group if arm.name not in self.file.results["unavailable"]]
+            bar.set_description(f"group {number + 1}: starting {len(available)} servers")
+            servers = self._start(available, stack)
             if group[0] not in servers:
                 raise RunFailed(f"no reference: {self.file.results['unavailable'][group[0].name]}")
             for repeat, temperature, concurrency in rounds:
@@ -568,7 +571,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
 @contextlib.contextmanager
 def _terminated_as_interrupt() -> Iterator[None]:
     """SIGTERM ends the servers as Ctrl-C does."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
