@@ -25,6 +25,7 @@ def state():
     return {
         "engine": os.environ.get("SGLANG_USE_CPU_ENGINE"),
         "spin": os.environ.get("GOMP_SPINCOUNT"),
+        "uncompiled": os.environ.get("TORCH_COMPILE_DISABLE"),
         "names": [n for n in ATTENTION_BACKEND_CHOICES + DRAFT_ATTENTION_BACKEND_CHOICES if n == "torch_ragged"],
         "hooks": [seam.target for seam in SEAMS if seam.target in HookRegistry._hooks],
         "defaults": "handle_cpu_backends" in _HOOKS,
@@ -46,10 +47,24 @@ torch.cuda.get_device_properties = lambda *a: SimpleNamespace(
 
 NO_GPU = "torch.cuda.is_available = lambda: False\n"
 
-UNTOUCHED = {"engine": None, "spin": None, "names": [], "hooks": [], "defaults": False, "kernel": None}
+UNTOUCHED = {
+    "engine": None,
+    "spin": None,
+    "uncompiled": None,
+    "names": [],
+    "hooks": [],
+    "defaults": False,
+    "kernel": None,
+}
 
 
-TRACES = ("SGLANG_USE_CPU_ENGINE", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "SGLANG_PLUGINS")
+TRACES = (
+    "SGLANG_USE_CPU_ENGINE",
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+    "TORCH_COMPILE_DISABLE",
+    "SGLANG_PLUGINS",
+)
 
 
 def run(code, **environment):
@@ -172,6 +187,7 @@ print(json.dumps({
     "active": a.is_active(),
     "engine": os.environ.get("SGLANG_USE_CPU_ENGINE"),
     "spin": os.environ.get("GOMP_SPINCOUNT"),
+    "uncompiled": os.environ.get("TORCH_COMPILE_DISABLE"),
     "kernel": getattr(sgl_kernel, "mark", "stand-in"),
     "operator": operator and operator.__module__,
     "sglang": "sglang" in sys.modules,
@@ -206,10 +222,16 @@ def test_a_kernel_that_does_not_load_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "typed,spin", [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    "typed,spin,uncompiled",
+    [
+        ({}, "10000", "1"),
+        ({"GOMP_SPINCOUNT": "7", "TORCH_COMPILE_DISABLE": "0"}, "7", "0"),
+        ({"OMP_WAIT_POLICY": "active"}, None, "1"),
+    ],
 )
-def test_how_threads_wait_is_the_users_choice(typed, spin):
-    assert run(NO_GPU + ACTIVATE, **typed)["spin"] == spin
+def test_runtime_settings_are_the_users_choice(typed, spin, uncompiled):
+    result = run(NO_GPU + ACTIVATE, **typed)
+    assert (result["spin"], result["uncompiled"]) == (spin, uncompiled)
 
 
 def test_names_and_defaults_reach_every_process_hooks_only_a_schedulers(without_gpu):

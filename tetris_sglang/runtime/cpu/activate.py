@@ -6,7 +6,6 @@ loaded by then) and the torch-only operators.
 """
 
 import os
-import shutil
 from functools import lru_cache
 
 import torch
@@ -16,6 +15,10 @@ ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 # How long an idle OpenMP thread spins before it sleeps. libgomp's own 300000 makes every parallel region wait for
 # a descheduled thread as soon as anything else runs on the machine, the server's own processes included.
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
+
+# SGLang compiles a few functions of a handful of operators (token hand-over, seeded sampling, penalties). On a CPU that
+# needs a C++ compiler, and stalls the first request that meets one for longer than they ever save.
+COMPILE_VARIABLE = "TORCH_COMPILE_DISABLE"
 
 
 def has_accelerator() -> bool:
@@ -49,16 +52,10 @@ def activate() -> None:
     if not is_active():
         return
     os.environ[ENGINE_VARIABLE] = "1"
+    # The processes that the server spawns read these two; what the user set stays.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(SPIN_VARIABLE, SPIN_COUNT)  # read by the processes that the server spawns
-    if not _has_cpp_compiler():
-        # SGLang compiles a few small functions with torch.compile, which needs one; without, they run as written.
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        os.environ.setdefault(SPIN_VARIABLE, SPIN_COUNT)
+    os.environ.setdefault(COMPILE_VARIABLE, "1")
     from tetris_sglang.runtime.cpu import operators
 
     operators.install()
-
-
-def _has_cpp_compiler() -> bool:
-    """Whether torch.compile would find a compiler (torch._inductor.config.cpp.cxx: $CXX, then g++)."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++") if name)
