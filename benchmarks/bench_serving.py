@@ -100,6 +100,7 @@ class Settings:
     """What decides the figures; results with other settings are never mixed."""
 
     shape: str
+    dtype: str
     families: tuple[str, ...]
     k: tuple[int, ...]
     extra: tuple[int, ...]
@@ -414,7 +415,7 @@ class Bench:
                 "--max-running-requests",
                 str(max(self.settings.concurrency)),
             ),
-            *("--random-seed", str(self.settings.seed)),
+            *("--dtype", self.settings.dtype, "--random-seed", str(self.settings.seed)),
             *("--export-metrics-to-file", "--export-metrics-to-file-dir", str(records_folder)),
             *arm.flags(self.draft, self.settings.phase_times),
         ]
@@ -554,6 +555,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         raise ValueError(f"--output-len {chosen['output_len']}: sglang.bench_serving wants 4 or more")
     return Settings(
         shape=chosen["shape"],
+        dtype=chosen["dtype"],
         families=families,
         k=_split(chosen["k"], "--k", int),
         extra=_split(chosen["extra"], "--extra", int),
@@ -597,6 +599,9 @@ def main(
     shape: Annotated[
         str, typer.Option(help="Of the inflated target: scripts/inflate_model.py.")
     ] = "cpu-100m",
+    dtype: Annotated[
+        str, typer.Option(help="Of both models. SGLang's own choice, float16 here, is slow on most CPUs.")
+    ] = "float32",
     pair: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = PAIR,
     live_servers: Annotated[int, typer.Option(help=f"Servers up at once, {SERVER_GIB} GiB each.")] = 4,
     phase_times: Annotated[

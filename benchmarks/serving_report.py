@@ -3,8 +3,8 @@
     python benchmarks/serving_report.py benchmarks/results/serving.json
 
 A sample is one run of one arm. Runs of one round (same group of live servers, temperature, concurrency and
-repeat) were taken one after the other, so every arm is divided by the reference of its own round; a cell is the
-median of those ratios with their smallest and largest value.
+repeat) were taken one after the other, so every arm is divided by the reference of its own round; a cell is
+the median of those ratios with their smallest and largest value.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def print_tables(results: Results, console: Console) -> None:
     cells = build_cells(results["samples"])
     for title, rows in _tables(cells):
         table = Table(
-            title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+            title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
         )
         for header in _SHORT.values():
             table.add_column(header, justify="left" if header == "arm" else "right", no_wrap=True)
@@ -347,7 +347,7 @@ def render_markdown(results: Results) -> str:
         (
             f"{provenance['cpu']}, {provenance['cores']} cores; SGLang {provenance['sglang']}, torch "
             f"{provenance['torch']}, tetris-sglang {provenance['tetris_sglang']} at {provenance['commit']}; "
-            f"{provenance['date']}; target shape `{settings['shape']}`, "
+            f"{provenance['date']}; target shape `{settings['shape']}`, {settings['dtype']}, "
             f"{settings['output_len']} output tokens, {settings['repeats']} interleaved repeats, "
             f"seed {settings['seed']}."
         ),

@@ -94,7 +94,9 @@ def _run(
     target = _inflate(pair / "target", shape)
 
     console.rule("2. Two SGLang servers")
-    plain = ["--model-path", str(target)]
+    # SGLang would serve a float32 model in float16, which few CPUs multiply fast, and which rounds so coarsely that
+    # greedy ties break differently from one batch size to another.
+    plain = ["--model-path", str(target), "--dtype", "float32"]
     speculative = [
         *plain,
         *("--speculative-algorithm", "TETRIS"),
@@ -327,8 +329,8 @@ def _report(runs: dict[tuple[str, int], list[Run]], console: Console) -> tuple[i
     console.print(table)
     console.print(
         "Ratio: median and smallest..largest of the paired repeats. Accept length: tokens per request and "
-        "step. Success rate: accepted of verified drafts. Verified per step: rows of one target pass, one root per "
-        "request included.",
+        "step. Success rate: accepted of verified drafts. Verified per step: rows of one target pass, one root "
+        "per request included.",
         style="dim",
         highlight=False,
     )

@@ -22,6 +22,7 @@ OPTIONS = {
     "output_len": 64,
     "repeats": 3,
     "shape": "s",
+    "dtype": "float32",
     "live_servers": 3,
     "phase_times": True,
     "seed": 0,
@@ -74,7 +75,7 @@ def results():
         "cpu": "Some CPU", "cores": 2, "python": "3.11", "torch": "2", "sglang": "0.5.23",
         "tetris_sglang": "0.1", "commit": "abc", "command": "python bench", "date": "2026-01-01",
     }  # fmt: skip
-    settings = {"shape": "cpu-100m", "output_len": 64, "repeats": 2, "seed": 0}
+    settings = {"shape": "cpu-100m", "dtype": "float32", "output_len": 64, "repeats": 2, "seed": 0}
     return {
         "provenance": provenance,
         "settings": settings,
