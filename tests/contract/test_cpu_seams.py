@@ -1,4 +1,4 @@
-"""Every upstream symbol that the portable CPU platform hooks or relies on is there, as it was in the tested release."""
+"""Every upstream symbol that the portable CPU platform hooks or relies on is there, unchanged."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""When the portable CPU platform switches itself on, what it then changes, and that it changes nothing otherwise.
+"""When the portable CPU platform switches itself on, what it changes, and that it changes nothing otherwise.
 
 Every case runs in a process of its own: activation is decided once per process.
 """
@@ -26,7 +26,7 @@ def state():
         "engine": os.environ.get("SGLANG_USE_CPU_ENGINE"),
         "spin": os.environ.get("GOMP_SPINCOUNT"),
         "uncompiled": os.environ.get("TORCH_COMPILE_DISABLE"),
-        "names": [n for n in ATTENTION_BACKEND_CHOICES + DRAFT_ATTENTION_BACKEND_CHOICES if n == "torch_ragged"],
+        "names": (ATTENTION_BACKEND_CHOICES + DRAFT_ATTENTION_BACKEND_CHOICES).count("torch_ragged"),
         "hooks": [seam.target for seam in SEAMS if seam.target in HookRegistry._hooks],
         "defaults": "handle_cpu_backends" in _HOOKS,
         "kernel": None if kernel is None else type(kernel).__name__,
@@ -51,7 +51,7 @@ UNTOUCHED = {
     "engine": None,
     "spin": None,
     "uncompiled": None,
-    "names": [],
+    "names": 0,
     "hooks": [],
     "defaults": False,
     "kernel": None,
@@ -127,7 +127,8 @@ SETTINGS = (
 )
 
 def resolve(model, *flags):
-    args = prepare_server_args(["--model-path", os.path.join(MODELS, model), "--load-format", "dummy", *flags])
+    model = os.path.join(MODELS, model)
+    args = prepare_server_args(["--model-path", model, "--load-format", "dummy", *flags])
     try:
         args.resolve_once()
     except ValueError as error:
@@ -137,8 +138,8 @@ def resolve(model, *flags):
 result["plain"] = resolve("small", "--dtype", "float32")
 result["large"] = resolve("large", "--dtype", "float32")
 result["typed"] = resolve(
-    "small", "--attention-backend", "torch_native", "--chunked-prefill-size", "96", "--max-running-requests", "3",
-    "--max-total-tokens", "777", "--page-size", "16",
+    "small", "--attention-backend", "torch_native", "--chunked-prefill-size", "96",
+    "--max-running-requests", "3", "--max-total-tokens", "777", "--page-size", "16",
 )
 result["fraction"] = resolve("small", "--mem-fraction-static", "0.5")
 result["compile"] = resolve("small", "--enable-torch-compile")
@@ -149,7 +150,7 @@ print(json.dumps(result))
 
 @pytest.fixture(scope="module")
 def without_gpu(tmp_path_factory):
-    """What the entry points do, and how SGLang resolves several command lines, in one process without a GPU."""
+    """What the entry points do, and how SGLang resolves command lines, in one process without a GPU."""
     folder = tmp_path_factory.mktemp("models")
     for name, layers in (("small", 2), ("large", 400)):
         (folder / name).mkdir()
@@ -239,7 +240,7 @@ def test_names_and_defaults_reach_every_process_hooks_only_a_schedulers(without_
     assert not without_gpu["scheduler"]
     state = without_gpu["state"]
     assert state["engine"] == "1" and state["defaults"]
-    assert state["names"] == ["torch_ragged", "torch_ragged"]
+    assert state["names"] == 2
     assert state["hooks"] == ["sglang.srt.arg_groups.speculative_hook._disable_overlap_schedule_for_cpu"]
 
 

@@ -89,8 +89,8 @@ class Fixture:
     def reference(self, q, views):
         """Attention in float64, request by request.
 
-        views: for every request (and draft branch) the cache rows [kv] it may read and a bool [queries, kv] that
-        says which of them each of its queries sees. q: the queries, packed in the same order.
+        views: for every request (and draft branch) the cache rows [kv] it may read and a bool [queries, kv],
+        which of them each of its queries sees. q: the queries, packed in the same order.
         """
         group = self.heads // self.kv_heads
         q = q.double().view(-1, self.heads, self.head_dim)

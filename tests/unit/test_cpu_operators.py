@@ -63,7 +63,7 @@ def test_draft_slots_follow_the_sequence(topk, steps):
     assert torch.equal(out, torch.cat(expected).long())
 
 
-# ---------------------------------------------------------------------------------------------- trees
+# -------------------------------------------------------------------------------- trees
 
 
 def random_tree(n, generator):
@@ -155,7 +155,7 @@ def test_greedy_verification_walks_like_upstream(bs, n, depth, seed, chain):
     assert torch.equal(predicts, expected)
 
 
-# ---------------------------------------------------------------------------------------------- bookkeeping
+# -------------------------------------------------------------------------------- bookkeeping
 
 
 def test_bonus_is_the_last_accepted_token():
@@ -195,7 +195,7 @@ def test_unserved_operators_name_themselves():
             getattr(sgl_kernel, name)()
 
 
-# ---------------------------------------------------------------------------------------------- upstream's kernels
+# -------------------------------------------------------------------------------- upstream's kernels
 
 
 ORACLE = textwrap.dedent(

@@ -1,8 +1,8 @@
 """The `sglang.srt.platforms` entry point: lets SGLang's own CPU engine start where its kernels are missing.
 
-SGLang calls `activate()` while it resolves the device, in every process and before any `from sgl_kernel import`.
-Imports here are paid by every process, so there are only two beyond the standard library, torch (already
-loaded by then) and the torch-only operators.
+SGLang calls `activate()` while it resolves the device, in every process and before it imports `sgl_kernel`.
+Imports here are paid by every process, so there are only two beyond the standard library: torch, already
+loaded by then, and the operators, which need only torch.
 """
 
 import os
@@ -12,12 +12,12 @@ import torch
 
 ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 
-# How long an idle OpenMP thread spins before it sleeps. libgomp's own 300000 makes every parallel region wait for
-# a descheduled thread as soon as anything else runs on the machine, the server's own processes included.
+# How long an idle OpenMP thread spins before it sleeps. With libgomp's own 300000 every parallel region waits
+# for a descheduled thread as soon as anything else runs, the server's own processes included.
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
 
-# SGLang compiles a few functions of a handful of operators (token hand-over, seeded sampling, penalties). On a CPU that
-# needs a C++ compiler, and stalls the first request that meets one for longer than they ever save.
+# SGLang compiles a few functions of a handful of operators (token hand-over, seeded sampling, penalties). On a
+# CPU that needs a C++ compiler, and stalls the first request that meets one for more than it ever saves.
 COMPILE_VARIABLE = "TORCH_COMPILE_DISABLE"
 
 

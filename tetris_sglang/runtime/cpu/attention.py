@@ -21,7 +21,7 @@ from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
 # Up to so many queries per request, query heads are folded. Beyond, the kernel is as fast without, and the
 # bias stays `g` times smaller.
 FOLDED_QUERIES = 64
-# A prefill batch of uneven lengths is cut into tiles of so many queries where padding would cost twice as much.
+# A prefill batch of uneven lengths is cut into tiles of so many queries where padding would double its rows.
 TILE_QUERIES = 64
 
 
@@ -31,10 +31,10 @@ class Plan:
 
     Attributes:
         bs, q, kv: requests, and queries and cached tokens of each after padding.
-        slots: [bs * kv] cache rows, request after request; 0, the cache's spare row, where a request is shorter.
-        bias: [bs, 1, q or 1, kv] added to the scores: 0 where visible, the dtype's least number (no infinity, so
-            that a row that sees nothing stays finite) elsewhere. None: every query sees the queries before it and
-            itself, and there is nothing else in the cache.
+        slots: [bs * kv] cache rows, request after request; where one is shorter 0, the cache's spare row.
+        bias: [bs, 1, q or 1, kv] added to the scores: 0 where visible, elsewhere the dtype's least number: not
+            infinity, so that a row that sees nothing stays finite. None: every query sees itself and the
+            queries before it, and there is nothing else in the cache.
         pad: [bs * q] packed query of each padded row; None if every request has exactly `q` queries.
         unpad: [tokens] padded row of each packed query; None likewise.
     """
@@ -106,8 +106,8 @@ class TorchRaggedBackend(AttentionBackend):
             tree_mask: [bs, m, m] bool, m >= max_q_len: whether query i sees query j of its request.
                 None: a chain, each query sees those before it and itself.
         Sync: none.
-        Example: kv_lens [5, 9], q_lens [2, 3], max_kv_len 9, max_q_len 3, total_q_tokens 5: queries at positions
-            3, 4 of the first request and 6, 7, 8 of the second.
+        Example: kv_lens [5, 9], q_lens [2, 3], max_kv_len 9, max_q_len 3, total_q_tokens 5: the queries at
+            positions 3, 4 of the first request and 6, 7, 8 of the second.
         """
         bs = req_pool_indices.shape[0]
         column = self.columns[:max_kv_len]  # the bound may lie beyond the table
@@ -234,7 +234,8 @@ class TorchRaggedBackend(AttentionBackend):
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs) -> Tensor:
         if kwargs:
             raise NotImplementedError(
-                f"torch_ragged does not compute attention with {', '.join(kwargs)}; try --attention-backend torch_native"
+                f"--attention-backend {ATTENTION_BACKEND} does not compute attention with "
+                f"{', '.join(kwargs)}; try --attention-backend torch_native"
             )
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
@@ -337,6 +338,6 @@ def refuse_unsupported(model_runner) -> None:
             reasons.add("cross or bidirectional attention")
     if reasons:
         raise ValueError(
-            f"--attention-backend {ATTENTION_BACKEND} does not support this model, which uses {', '.join(sorted(reasons))}; "
-            "try --attention-backend torch_native without speculative decoding"
+            f"--attention-backend {ATTENTION_BACKEND} does not support this model, which uses "
+            f"{', '.join(sorted(reasons))}; try --attention-backend torch_native without speculative decoding"
         )

@@ -13,12 +13,12 @@ _registered: list[Seam] = []
 
 
 def in_scheduler_process() -> bool:
-    """Whether this process runs, or is about to run, a scheduler: only there are heavy imports worth their time."""
+    """Whether this process runs a scheduler: only there are heavy imports worth their time."""
     return "sglang.srt.managers.scheduler" in sys.modules
 
 
 def register() -> None:
-    """Register names and defaults in every process, hooks of scope "scheduler" in a scheduler's. Idempotent."""
+    """Register names and defaults in every process, and what runs the model in a scheduler's. Idempotent."""
     if not any(seam.scope == "server" for seam in _registered):
         _register_scope("server")
         _add_backend_names()

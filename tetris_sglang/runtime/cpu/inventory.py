@@ -16,8 +16,8 @@ class Seam:
         target: dotted name of the upstream symbol.
         parameters: names relied on: of a hooked function all its parameters in order, of a called one those
             passed, of a class the attributes read.
-        kind: how it is used. "replace" and "around" go through SGLang's HookRegistry; "fill" assigns to a name
-            that upstream leaves None on a CPU (the registry cannot hook None); "call" calls it; "read" reads it.
+        kind: how it is used. "replace" and "around" go through SGLang's HookRegistry; "fill" assigns to a
+            name that upstream leaves None on a CPU (the registry cannot hook None).
         why: what goes wrong without it, or what it is used for.
         hook: "module:function" of ours that takes its place.
         scope: "server" where every process needs it, "scheduler" for the process that runs the model.
@@ -44,7 +44,7 @@ SEAMS = (
         kind="replace",
         hook=f"{OURS}.defaults:keep_overlap_schedule",
         scope="server",
-        why="Upstream switches the overlap scheduler off for speculation on a CPU; with the operators here it works.",
+        why="Upstream switches the overlap scheduler off for speculation on a CPU; here it works.",
         until="upstream supports the overlap scheduler for speculation on CPUs",
     ),
     Seam(
@@ -83,7 +83,7 @@ SEAMS = (
         parameters=("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
         kind="replace",
         hook=f"{OURS}.operators:get_last_loc",
-        why="Speculation with --page-size above 1 calls a Triton kernel for every backend name but torch_native.",
+        why="With --page-size above 1 speculation calls a Triton kernel, but for the backend torch_native.",
         until="upstream asks the platform instead of the backend's name",
     ),
     Seam(

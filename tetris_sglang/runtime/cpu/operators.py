@@ -291,7 +291,7 @@ def fill_accept_out_cache_loc_cpu(
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Tensor, src_loc: Tensor) -> None:
-    """Copy cache rows `src_loc` to `tgt_loc` in every layer's buffers, given by address and row size in bytes."""
+    """Copy cache rows `src_loc` to `tgt_loc` in every layer's buffers, given by address and bytes per row."""
     if tgt_loc.numel() == 0:
         return
     target, source = tgt_loc.long(), src_loc.long()
@@ -324,7 +324,7 @@ def gather_spec_extras(
 
 
 def get_last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_tensor: Tensor) -> Tensor:
-    """[bs] cache row of each request's last prefix token, -1 without a prefix (`srt/mem_cache/allocation.py`)."""
+    """[bs] cache row of each request's last prefix token, or -1 (`srt/mem_cache/allocation.py`)."""
     last = req_to_token[req_pool_indices_tensor, (prefix_lens_tensor - 1).clamp(min=0)]
     return torch.where(prefix_lens_tensor > 0, last, -1).to(prefix_lens_tensor.dtype)
 

@@ -54,8 +54,8 @@ def tree_speculative_sampling_target_only(
     """Accept drafted tokens by the target's distribution alone; the first three arguments are written.
 
     At a node with children c1, c2, ... one coin u decides: the first child with u < p(c1) + ... + p(ci) is
-    accepted, which draws it with probability p(ci). If none is, the token is drawn from the target's distribution
-    without the children. Either way the emitted token follows the target's distribution exactly.
+    accepted, which draws it with probability p(ci). If none is, the token is drawn from the target's
+    distribution without the children. Either way the emitted token follows the target's distribution exactly.
 
     Args:
         candidates: [bs, n] token of every node.
