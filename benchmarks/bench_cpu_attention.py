@@ -3,11 +3,11 @@
     python benchmarks/bench_cpu_attention.py
     python benchmarks/bench_cpu_attention.py --dtype bfloat16 --variants
 
-Timed is the attention of one layer over a planned pass (gather keys and values, attend, give back packed rows)
-and, apart, the plan, which all layers of a pass share. The reference takes one request after the other, as
-SGLang's `torch_native` does. `--variants` also times ways to compute the same that were tried and not chosen;
-every variant's output is checked against the backend's first. Method as in bench_selection.py: CPU time of one
-thread, candidates in turn within a round, ratios within a round, median and half the spread between quartiles.
+Timed is one layer's attention over a planned pass (gather keys and values, attend, give back packed rows) and,
+apart, the plan, which all layers of a pass share. The reference takes one request after the other, as
+SGLang's `torch_native` does. `--variants` also times ways to compute the same that were tried and not chosen.
+Outputs are compared first. Method as in bench_selection.py: CPU time of one thread, candidates in turn within a
+round, ratios within a round, median and half the spread between quartiles.
 """
 
 import json

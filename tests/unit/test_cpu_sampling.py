@@ -165,7 +165,7 @@ def test_draft_of_probability_zero_is_never_accepted():
 
 @pytest.mark.parametrize("rows,vocab", [(1, 3), (5, 100)])
 def test_filters_keep_what_sglangs_sampler_keeps(rows, vocab):
-    """The survivors of top-k and of top-p are those of the pytorch sampler, which serves without speculation."""
+    """What survives top-k and top-p is what survives in the pytorch sampler, used without speculation."""
     generator = torch.Generator().manual_seed(rows)
     probs = (3 * torch.randn(rows, vocab, generator=generator)).softmax(-1)
     top_k = torch.randint(1, vocab + 1, (rows,), generator=generator, dtype=torch.int32)

@@ -16,8 +16,8 @@ ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 # for a descheduled thread as soon as anything else runs, the server's own processes included.
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
 
-# SGLang compiles a few functions of a handful of operators (token hand-over, seeded sampling, penalties). On a
-# CPU that needs a C++ compiler, and stalls the first request that meets one for more than it ever saves.
+# SGLang compiles a few functions of a handful of operators (token hand-over, seeded sampling, penalties). On
+# a CPU that needs a C++ compiler, and stalls the first request that meets one for more than it ever saves.
 COMPILE_VARIABLE = "TORCH_COMPILE_DISABLE"
 
 

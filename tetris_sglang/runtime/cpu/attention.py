@@ -32,7 +32,7 @@ class Plan:
     Attributes:
         bs, q, kv: requests, and queries and cached tokens of each after padding.
         slots: [bs * kv] cache rows, request after request; where one is shorter 0, the cache's spare row.
-        bias: [bs, 1, q or 1, kv] added to the scores: 0 where visible, elsewhere the dtype's least number: not
+        bias: [bs, 1, q or 1, kv] added to the scores: 0 where visible, elsewhere the dtype's least number, not
             infinity, so that a row that sees nothing stays finite. None: every query sees itself and the
             queries before it, and there is nothing else in the cache.
         pad: [bs * q] packed query of each padded row; None if every request has exactly `q` queries.
