@@ -80,7 +80,9 @@ say "installing uv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^uv==' requirements.txt)"
 
 hand_over_pip_settings
-export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}" VIRTUAL_ENV="$PWD/$venv"
+# Slow networks and slow machines: longer than uv would wait, and as long as it takes.
+export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}" UV_COMPILE_BYTECODE_TIMEOUT=0
+export VIRTUAL_ENV="$PWD/$venv"
 
 # On Python 3.13 outlines 0.1.11 would have to be compiled, with Rust. Only --grammar-backend outlines needs it.
 overrides=$(mktemp)
