@@ -49,6 +49,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "serving.json"
 FAMILIES = (REFERENCE, "standalone", "tetris", "uniform", "random")
 SERVER_GIB = 2.7  # a server's three processes without an accelerator
 START_TIMEOUT_S = 600.0
+WAVES = 3
 _RECORDS_TIMEOUT_S = 20.0
 
 
@@ -60,16 +61,21 @@ class Arm:
     """One server configuration.
 
     k: drafts verified per request and step, on average. extra: drafts beyond k that selection chooses from.
+    capacity_tokens: instead of k, drafts verified per step over the whole batch, of num_steps drafted per request.
     """
 
     family: str
     k: int = 0
     extra: int = 0
+    capacity_tokens: int = 0
+    num_steps: int = 0
 
     @property
     def name(self) -> str:
         if self.family == REFERENCE:
             return REFERENCE
+        if self.capacity_tokens:
+            return f"{self.family} C={self.capacity_tokens}, D={self.num_steps}"
         return f"{self.family} k={self.k}" + (f"+{self.extra}" if self.extra else "")
 
     def flags(self, draft: Path, phase_times: bool) -> list[str]:
@@ -80,7 +86,7 @@ class Arm:
             "--speculative-draft-model-path",
             str(draft),
             "--speculative-num-steps",
-            str(self.k + self.extra),
+            str(self.num_steps or self.k + self.extra),
         ]
         if self.family == "standalone":
             return [
@@ -89,7 +95,11 @@ class Arm:
             ]
         return [
             *("--speculative-algorithm", "TETRIS", *drafting),
-            *("--speculative-tetris-capacity-per-request", str(self.k)),
+            *(
+                ("--speculative-tetris-capacity-tokens", str(self.capacity_tokens))
+                if self.capacity_tokens
+                else ("--speculative-tetris-capacity-per-request", str(self.k))
+            ),
             *("--speculative-tetris-selection", self.family),
             *(("--speculative-tetris-phase-times", "true") if phase_times else ()),
         ]
@@ -104,6 +114,8 @@ class Settings:
     families: tuple[str, ...]
     k: tuple[int, ...]
     extra: tuple[int, ...]
+    capacity_tokens: tuple[int, ...]
+    num_steps: int
     concurrency: tuple[int, ...]
     temperature: tuple[float, ...]
     output_len: int
@@ -114,7 +126,8 @@ class Settings:
     seed: int
 
     def num_prompts(self, concurrency: int) -> int:
-        return max(self.min_prompts, concurrency)
+        """Several waves: in a single one the batch only shrinks, and a run measures its slowest request."""
+        return max(self.min_prompts, WAVES * concurrency)
 
     def build_arms(self) -> list[Arm]:
         """The reference first, then k by k: what is compared at equal k shares a group of live servers."""
@@ -125,6 +138,8 @@ class Settings:
             for extra, family in product(self.extra, FAMILIES[2:]):
                 if family in self.families:
                     arms.append(Arm(family, k, extra))
+        for tokens in self.capacity_tokens if "tetris" in self.families else ():
+            arms.append(Arm("tetris", capacity_tokens=tokens, num_steps=self.num_steps))
         return arms
 
 
@@ -520,11 +535,27 @@ def check_memory(num_servers: int, meminfo: Path = Path("/proc/meminfo")) -> Non
 
 # -- command line --------------------------------------------------------------------------------------------
 
-QUICK = {"arms": "none,standalone,tetris,uniform", "k": "2,4", "extra": "2", "temperature": "0", "prompts": 4}
-FULL = {"arms": ",".join(FAMILIES), "k": "1,2,3,4,5", "extra": "1,2,3", "temperature": "0,1", "prompts": 32}
+QUICK = {
+    "arms": "none,standalone,tetris",
+    "k": "1,3",
+    "extra": "2",
+    "capacity_tokens": "8",
+    "temperature": "0",
+    "prompts": 4,
+}
+FULL = {
+    "arms": ",".join(FAMILIES),
+    "k": "1,2,3,4,5",
+    "extra": "1,2,3",
+    "capacity_tokens": "4,8,16",
+    "temperature": "0,1",
+    "prompts": 32,
+}
 
 
-def _split(text: str, flag: str, parse: type) -> tuple:
+def _split(text: str, flag: str, parse: type, optional: bool = False) -> tuple:
+    if optional and text == "none":
+        return ()
     try:
         values = tuple(parse(part) for part in text.split(","))
     except ValueError:
@@ -548,7 +579,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         raise ValueError(f"--arms: no such arm {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     if chosen["live_servers"] < 2:
         raise ValueError("--live-servers: at least 2, the reference and one other")
-    for name in ("repeats", "output_len", "prompts"):
+    for name in ("repeats", "output_len", "prompts", "num_steps"):
         if chosen[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} {chosen[name]}: give a number above 0")
     if chosen["output_len"] < 4:
@@ -557,8 +588,10 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         shape=chosen["shape"],
         dtype=chosen["dtype"],
         families=families,
-        k=_split(chosen["k"], "--k", int),
+        k=_split(chosen["k"], "--k", int, optional=True),
         extra=_split(chosen["extra"], "--extra", int),
+        capacity_tokens=_split(chosen["capacity_tokens"], "--capacity-tokens", int, optional=True),
+        num_steps=chosen["num_steps"],
         concurrency=_split(chosen["concurrency"], "--concurrency", int),
         temperature=_split(chosen["temperature"], "--temperature", float),
         output_len=chosen["output_len"],
@@ -587,13 +620,22 @@ def main(
     arms: Annotated[
         str | None, typer.Option(help=f"Of {', '.join(FAMILIES)}; 'none' is always measured.")
     ] = None,
-    k: Annotated[str | None, typer.Option(help="Verified drafts per request, e.g. 1,2,3.")] = None,
+    k: Annotated[
+        str | None, typer.Option(help="Verified drafts per request, e.g. 1,2,3; none: no such arms.")
+    ] = None,
     extra: Annotated[str | None, typer.Option(help="Drafts beyond k for TETRIS, uniform and random.")] = None,
+    capacity_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Also TETRIS with this many verified drafts per step over the whole batch; none: no such arms."
+        ),
+    ] = None,
+    num_steps: Annotated[int, typer.Option(help="Drafts per request in those arms.")] = 6,
     concurrency: Annotated[str, typer.Option(help="Requests in flight.")] = "1,4,16",
     temperature: Annotated[str | None, typer.Option(help="0 is greedy.")] = None,
     output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
     prompts: Annotated[
-        int | None, typer.Option(help="Prompts per run; at least one per request in flight.")
+        int | None, typer.Option(help=f"Prompts per run; at least {WAVES} per request in flight.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Rounds per cell.")] = 3,
     shape: Annotated[

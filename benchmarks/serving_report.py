@@ -444,8 +444,8 @@ def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
     concurrency = max(c.concurrency for c in cells)
     series: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for c in cells:
-        if c.concurrency == concurrency and c.success_rate is not None:
-            arm = arms[c.arm]
+        arm = arms[c.arm]
+        if c.concurrency == concurrency and c.success_rate is not None and arm["k"]:
             series.setdefault((arm["family"], arm["extra"]), []).append((arm["k"], c.success_rate))
     for (family, extra), points in series.items():
         colour, marker, line = _STYLES[family]

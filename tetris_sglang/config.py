@@ -153,7 +153,9 @@ class TetrisConfig:
                 continue
             setting = _BY_VARIABLE.get(variable)
             if setting is None:
-                raise ValueError(f"{variable}={text!r}: no such TETRIS variable. {_suggest(variable, _BY_VARIABLE)}")
+                raise ValueError(
+                    f"{variable}={text!r}: no such TETRIS variable. {_suggest(variable, _BY_VARIABLE)}"
+                )
             if text == "":
                 continue
             values[setting.field] = setting.parse_text(text, f"{setting.flag} (or {variable})")

@@ -26,6 +26,7 @@ OPTIONS = {
     "live_servers": 3,
     "phase_times": True,
     "seed": 0,
+    "num_steps": 6,
 }
 
 
@@ -223,6 +224,16 @@ def test_flags_verify_k_and_draft_k_and_extra():
     assert bench.Arm("none").flags(Path("draft"), phase_times=True) == []
 
 
+def test_an_absolute_capacity_is_an_arm_of_its_own():
+    settings = make_settings(arms="none,standalone,tetris", k="none", capacity_tokens="8,32", num_steps=5)
+    arms = settings.build_arms()
+    assert [arm.name for arm in arms] == ["none", "tetris C=8, D=5", "tetris C=32, D=5"]
+    flags = arms[2].flags(Path("draft"), phase_times=False)
+    assert flags[flags.index("--speculative-num-steps") + 1] == "5"
+    assert flags[flags.index("--speculative-tetris-capacity-tokens") + 1] == "32"
+    assert "--speculative-tetris-capacity-per-request" not in flags
+
+
 def test_every_flag_is_one_that_tetris_declares():
     from tetris_sglang.config import SETTINGS
 
@@ -261,6 +272,8 @@ def test_order_is_a_permutation_that_changes_from_repeat_to_repeat():
         ({"k": "0"}, "--k '0'"),
         ({"temperature": "-1"}, "--temperature '-1'"),
         ({"live_servers": 1}, "--live-servers"),
+        ({"concurrency": "none"}, "--concurrency 'none'"),
+        ({"num_steps": 0}, "--num-steps 0"),
         ({"repeats": 0}, "--repeats 0"),
         ({"output_len": 3}, "--output-len 3"),
     ],
@@ -272,7 +285,7 @@ def test_bad_options_are_named(options, message):
 
 def test_prompts_cover_the_concurrency():
     settings = make_settings()
-    assert (settings.num_prompts(1), settings.num_prompts(16)) == (4, 16)
+    assert (settings.num_prompts(1), settings.num_prompts(16)) == (4, 48)
 
 
 # -- resumption ----------------------------------------------------------------------------------------------
@@ -281,7 +294,7 @@ def test_prompts_cover_the_concurrency():
 @pytest.fixture
 def interrupted(tmp_path):
     """A file with one complete round and one that an arm is missing from."""
-    settings = make_settings(arms="none,tetris", k="4", extra="2")
+    settings = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none")
     arms = settings.build_arms()
     file = bench.ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
     for arm, repeat in (("none", 0), ("tetris k=4+2", 0), ("tetris k=4+2", 1)):
@@ -311,7 +324,7 @@ def test_a_round_without_an_unavailable_arm_is_complete(interrupted):
 
 def test_resume_refuses_other_settings(interrupted):
     path, _, arms = interrupted
-    other = make_settings(arms="none,tetris", k="4", extra="2", output_len=32)
+    other = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none", output_len=32)
     with pytest.raises(ValueError, match="output_len=64"):
         bench.ResultsFile(path, other, arms, resume=True)
 

@@ -137,6 +137,33 @@ SEAMS = (
         until="upstream has a CPU sampler for verification",
     ),
     Seam(
+        target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+        parameters=("self", "layer", "x", "bias"),
+        kind="around",
+        hook=f"{OURS}.linear:apply",
+        why="torch rearranges a weight in every call, which for a verified batch costs as much as the product.",
+        until="upstream packs weights on CPUs without AMX",
+    ),
+    *(
+        Seam(
+            target=f"sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.{method}",
+            parameters=parameters,
+            kind="around",
+            hook=f"{OURS}.linear:forget_packed",
+            why="Packed weights must follow an update of the weights.",
+            until="upstream packs weights on CPUs without AMX",
+        )
+        for method, parameters in (
+            (
+                "update_weights_from_disk",
+                ("self", "model_path", "load_format", "weight_name_filter", "recapture_cuda_graph"),
+            ),
+            ("load_weights_from_distributed", ("self", "named_tensors")),
+            ("update_weights_from_tensor", ("self", "named_tensors", "load_format")),
+            ("update_weights_from_ipc", ("self", "recv_req")),
+        )
+    ),
+    Seam(
         target="sglang.srt.platforms._is_cpu_available",
         parameters=(),
         kind="read",

@@ -1,0 +1,72 @@
+"""Packed linear layers multiply as plain ones do, and follow their weights."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tetris_sglang.runtime.cpu import linear
+
+
+def plain(_method, layer, x, bias=None):
+    return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+def make_layer(out, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return SimpleNamespace(weight=torch.randn(out, width, generator=generator))
+
+
+def refuse(*_):
+    raise AssertionError("the packed path was expected")
+
+
+@pytest.mark.parametrize("rows", [4, 5, 17, 32, 33, 130])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_product(rows, has_bias):
+    layer, x = make_layer(1024, 513), torch.randn(rows, 513)
+    bias = torch.randn(1024) if has_bias else None
+    expected = x.double() @ layer.weight.double().T + (bias.double() if has_bias else 0)
+    torch.testing.assert_close(
+        linear.apply(refuse, None, layer, x, bias).double(), expected, rtol=1e-5, atol=1e-4
+    )
+
+
+def test_leading_dimensions_stay():
+    layer, x = make_layer(1024, 512), torch.randn(2, 3, 512)
+    torch.testing.assert_close(
+        linear.apply(refuse, None, layer, x), plain(None, layer, x), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "out, width, rows, dtype",
+    [(64, 64, 32, torch.float32), (1024, 512, 3, torch.float32), (1024, 512, 32, torch.bfloat16)],
+    ids=["small weight", "few rows", "bfloat16"],
+)
+def test_left_to_torch(out, width, rows, dtype):
+    layer = make_layer(out, width)
+    layer.weight = layer.weight.to(dtype)
+    linear.apply(plain, None, layer, torch.randn(rows, width, dtype=dtype))
+    assert not hasattr(layer, "_tetris_packed")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_follows_updated_weights(fails):
+    """Weight loaders write through `.data`, which leaves no trace on the parameter."""
+    layer, x = make_layer(1024, 512), torch.randn(8, 512)
+    linear.apply(refuse, None, layer, x)
+
+    def update():
+        layer.weight.data.copy_(make_layer(1024, 512, seed=1).weight)
+        if fails:
+            raise RuntimeError("half of it")
+
+    if fails:
+        with pytest.raises(RuntimeError, match="half of it"):
+            linear.forget_packed(update)
+    else:
+        linear.forget_packed(update)
+    torch.testing.assert_close(
+        linear.apply(refuse, None, layer, x), plain(None, layer, x), rtol=1e-4, atol=1e-4
+    )
