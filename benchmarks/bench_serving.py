@@ -49,7 +49,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "serving.json"
 FAMILIES = (REFERENCE, "standalone", "tetris", "uniform", "random")
 SERVER_GIB = 2.7  # a server's three processes without an accelerator
 START_TIMEOUT_S = 600.0
-WAVES = 3
+WAVES = 2
 _RECORDS_TIMEOUT_S = 20.0
 
 

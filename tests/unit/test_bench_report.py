@@ -285,7 +285,7 @@ def test_bad_options_are_named(options, message):
 
 def test_prompts_cover_the_concurrency():
     settings = make_settings()
-    assert (settings.num_prompts(1), settings.num_prompts(16)) == (4, 48)
+    assert (settings.num_prompts(1), settings.num_prompts(16)) == (4, 32)
 
 
 # -- resumption ----------------------------------------------------------------------------------------------
