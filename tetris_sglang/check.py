@@ -225,15 +225,14 @@ def _check_seam(target: str, purpose: str) -> Finding:
 
 def _check_arguments(server_arguments: list[str]) -> Iterator[Finding]:
     if not server_arguments:
-        from tetris_sglang.runtime.arguments import validate_device
-        from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
+        from tetris_sglang.runtime.arguments import ATTENTION_BACKENDS, validate_device
 
         try:
-            validate_device(None)
+            device = validate_device(None)
         except ValueError as error:
             yield Finding("problem", "device", str(error))
         else:
-            yield Finding("ok", "attention backend", ATTENTION_BACKEND)
+            yield Finding("ok", "attention backend", ATTENTION_BACKENDS[device][0])
         yield Finding(
             "hint",
             "models",

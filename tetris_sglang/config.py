@@ -54,6 +54,15 @@ def _parse_selection(text: str) -> str:
     return text
 
 
+VERIFY_PLANS = ("device", "host", "eager")
+
+
+def _parse_verify_plan(text: str) -> str:
+    if text not in VERIFY_PLANS:
+        raise ValueError(f"must be one of {', '.join(VERIFY_PLANS)}")
+    return text
+
+
 @dataclass(frozen=True)
 class Setting:
     """One TETRIS setting: its field in `TetrisConfig`, its parser and its `--help` text."""
@@ -108,6 +117,13 @@ SETTINGS: tuple[Setting, ...] = (
         "uniform (the same number per request) or random. The latter two are baselines for comparisons.",
     ),
     Setting(
+        "verify_plan",
+        _parse_verify_plan,
+        "PLAN",
+        "TETRIS on GPUs: how FlashInfer plans the ragged verify pass: device (CUDA graphs, planned on the device, no wait; "
+        "default), host (CUDA graphs, planned on the host after a wait for the drafts) or eager (no graph).",
+    ),
+    Setting(
         "phase_times",
         _parse_bool,
         "BOOLEAN",
@@ -133,6 +149,7 @@ class TetrisConfig:
     capacity_tokens: int | None
     selection: str = "tetris"
     phase_times: bool = False
+    verify_plan: str = "device"
 
     @classmethod
     def from_environment(cls, num_steps: int, environment: Mapping[str, str] = os.environ) -> TetrisConfig:

@@ -110,7 +110,7 @@ def test_hook_fits_its_target(hook: Hook):
     target = pkgutil.resolve_name(hook.target)
     theirs = list(inspect.signature(target).parameters.values())
     ours = list(inspect.signature(pkgutil.resolve_name(hook.hook)).parameters.values())
-    if hook.kind == "AFTER":
+    if hook.kind in ("AFTER", "AROUND"):  # the result, or the original
         ours = ours[1:]
     named = [parameter for parameter in ours if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     takes_more = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in ours)

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from tetris_sglang.config import SETTINGS, TetrisConfig
-from tetris_sglang.runtime.arguments import UNSUPPORTED, validate_server_args
+from tetris_sglang.runtime.arguments import UNSUPPORTED, validate_device, validate_server_args
 
 LLAMA = {
     "model_type": "llama",
@@ -138,15 +138,12 @@ GIVEN = {
     "lora_paths": ["adapter"],
     "attn_dp_size": 2,
     "pp_size": 2,
+    "tp_size": 2,
     "disaggregation_mode": "decode",
     "speculative_accept_threshold_single": 0.5,
     "speculative_accept_threshold_acc": 0.5,
     "speculative_token_map": "map.pt",
     "dllm_algorithm": "LowConfidence",
-    "attention_backend": "torch_native",
-    "prefill_attention_backend": "torch_native",
-    "decode_attention_backend": "triton",
-    "speculative_draft_attention_backend": "torch_native",
     "tokenizer_worker_num": 2,
 }
 
@@ -174,7 +171,7 @@ def test_what_the_readme_lists_is_refused():
         "speculative_accept_threshold_single",
         "speculative_accept_threshold_acc",
         "enable_custom_logit_processor",
-        "attention_backend",
+        "tp_size",
         "tokenizer_worker_num",
     }
 
@@ -192,17 +189,52 @@ def test_other_algorithms_are_left_alone(plugins, make_args):
     args.resolve_once()
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu", "npu"])
-def test_devices_other_than_the_cpu_are_refused(make_args, device):
+@pytest.mark.parametrize("device", ["xpu", "npu", "hpu"])
+def test_devices_that_cannot_verify_ragged_batches_are_refused(make_args, device):
     assert_refused(make_args(device=device), f"--device {device}", "STANDALONE", "--device cpu")
 
 
-def test_an_unresolved_device_is_the_one_sglang_would_choose(make_args, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert_refused(make_args(device=None), "--device cuda", "--device cpu")
-    validate_server_args(make_args(device="cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    validate_server_args(make_args(device=None))
+def test_rocm_calls_itself_cuda_and_is_refused(make_args, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert_refused(make_args(device="cuda"), "--device cuda", "NVIDIA")
+
+
+def test_an_unresolved_device_is_the_one_sglang_would_choose(monkeypatch):
+    for available, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert validate_device(None) == device
+    assert validate_device("cuda:1") == "cuda"
+
+
+@pytest.mark.parametrize(
+    "device, backend, other",
+    [
+        ("cuda", "flashinfer", "torch_ragged"),
+        ("cuda", "fa3", "triton"),
+        ("cpu", "torch_ragged", "flashinfer"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_backend",
+        "prefill_attention_backend",
+        "decode_attention_backend",
+        "speculative_draft_attention_backend",
+    ],
+)
+def test_attention_backends_of_each_device(make_args, name, device, backend, other):
+    validate_server_args(make_args(**{"device": device, name: backend}))
+    flag = "--" + name.replace("_", "-")
+    assert_refused(make_args(**{"device": device, name: other}), flag, repr(other), device, backend)
+
+
+@pytest.mark.parametrize("device, backend", [("cpu", None), ("cuda", "fa3")])
+def test_a_plan_that_nothing_would_follow_is_refused(make_args, monkeypatch, device, backend):
+    monkeypatch.setenv("SGLANG_TETRIS_VERIFY_PLAN", "host")
+    validate_server_args(make_args(device="cuda"))
+    args = make_args(device=device, attention_backend=backend)
+    assert_refused(args, "--speculative-tetris-verify-plan host", device)
 
 
 # -- drafting and capacity ----------------------------------------------------------------------------------------

@@ -232,10 +232,18 @@ def test_another_algorithm_is_pointed_out(plugins):
     assert finding == Finding("hint", "arguments", "--speculative-algorithm NGRAM is not TETRIS.")
 
 
-def test_a_gpu_is_named_with_the_way_out(plugins, monkeypatch):
+def test_the_attention_backend_of_a_gpu_is_flashinfer(plugins, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Finding("ok", "attention backend", "flashinfer") in list(check_module._check_arguments([]))
+
+
+def test_a_device_that_cannot_serve_is_named_with_the_way_out(plugins, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
     detail = problems(check_module._check_arguments([]))["device"]
     assert "--device cuda" in detail and "--device cpu" in detail
 

@@ -14,18 +14,23 @@ activate()  # as SGLang does, before its modules are imported
 from tetris_sglang.runtime import inventory
 from tetris_sglang.runtime.draft import _most_likely, make_draft_input
 from tetris_sglang.runtime.logits import adjust_logits
+from tetris_sglang.runtime.operations import get_operations
 from tetris_sglang.runtime.phases import PhaseTimer
-from tetris_sglang.runtime.verify import pack_rows
 
 
-@pytest.mark.parametrize("draft_lens", [[0], [3], [0, 0, 0], [2, 0, 5, 1], [5, 5], [0, 7]])
-def test_pack_rows_lists_every_selected_cell_once_in_order(draft_lens):
-    num_tokens = sum(draft_lens) + len(draft_lens)
-    rows = pack_rows(torch.tensor(draft_lens, dtype=torch.int32), num_tokens)
-    expected = [(request, column) for request, n in enumerate(draft_lens) for column in range(n + 1)]
-    assert list(zip(rows.requests.tolist(), rows.columns.tolist(), strict=True)) == expected
-    assert rows.verify_lens.tolist() == [n + 1 for n in draft_lens]
-    assert rows.num_tokens == len(expected)
+def pack(draft_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """requests and columns of the rows that these drafts take."""
+    rows = [(request, column) for request, n in enumerate(draft_lens) for column in range(n + 1)]
+    return torch.tensor(rows).unbind(1)
+
+
+@pytest.mark.parametrize("selection", ["tetris", "uniform", "random"])
+def test_selection_fills_its_capacity_whatever_the_draft_thinks(selection):
+    """The host counts on it: the number of verified rows is never read back."""
+    probs = torch.tensor([[0.9, 1e-30, 1e-30], [0.0, 0.5, 1.0], [1e-38, float("nan"), 0.0]])
+    for capacity in (1, 4, 8, 9):
+        draft_lens = get_operations("cpu", selection).select(probs, capacity)
+        assert draft_lens.sum() == capacity
 
 
 def test_most_likely_token_and_its_probability_at_the_requests_temperature():
@@ -62,9 +67,8 @@ def test_stop_tokens_are_masked_by_position_not_by_step():
     batch = SimpleNamespace(
         reqs=requests, seq_lens=torch.tensor([6, 6, 3]), sampling_info=SimpleNamespace(logit_bias=None)
     )
-    rows = pack_rows(torch.tensor([2, 1, 0], dtype=torch.int32), 6)
     logits = torch.zeros(6, 10)
-    adjust_logits(logits, batch, rows, grammar_mask=None)
+    adjust_logits(logits, batch, *pack([2, 1, 0]), grammar_mask=None)
     masked = [row.isinf().nonzero().flatten().tolist() for row in logits]
     assert masked == [[2, 3, 7], [2, 3, 7], [], [], [], [2, 3]]
 
@@ -76,7 +80,7 @@ def test_bias_is_added_to_each_row_of_its_request():
         sampling_info=SimpleNamespace(logit_bias=torch.tensor([[1.0, 0.0], [0.0, -2.0]])),
     )
     logits = torch.zeros(5, 2)
-    adjust_logits(logits, batch, pack_rows(torch.tensor([2, 1], dtype=torch.int32), 5), grammar_mask=None)
+    adjust_logits(logits, batch, *pack([2, 1]), grammar_mask=None)
     assert logits.tolist() == [[1, 0]] * 3 + [[0, -2]] * 2
 
 

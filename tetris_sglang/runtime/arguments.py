@@ -86,6 +86,7 @@ class Unsupported(NamedTuple):
 # Values that mean "not in use", where None and False do not say it all.
 _NEUTRAL: dict[str, tuple] = {
     "pp_size": (None, 1),
+    "tp_size": (None, 1),
     "dp_size": (None, 1),
     "attn_dp_size": (None, 1),
     "speculative_eagle_topk": (None, 1),
@@ -93,12 +94,10 @@ _NEUTRAL: dict[str, tuple] = {
     "speculative_accept_threshold_acc": (None, 1.0),
     "disaggregation_mode": (None, "null"),
     "tokenizer_worker_num": (None, 1),
-    "attention_backend": (None, ATTENTION_BACKEND),
-    "prefill_attention_backend": (None, ATTENTION_BACKEND),
-    "decode_attention_backend": (None, ATTENTION_BACKEND),
-    "speculative_draft_attention_backend": (None, ATTENTION_BACKEND),
 }
-_OTHER_BACKEND = f"only the attention backend {ATTENTION_BACKEND} serves ragged batches"
+
+# Those that verify ragged batches, the default first.
+ATTENTION_BACKENDS = {"cuda": ("flashinfer", "fa3"), "cpu": (ATTENTION_BACKEND,)}
 _UNGUARDED = (
     "SGLang loads no plugins where it takes requests, so TETRIS could not refuse what it cannot serve"
 )
@@ -118,6 +117,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--attn-dp-size / --enable-dp-attention",
         "DP attention needs a capacity agreed on between ranks",
     ),
+    Unsupported("tp_size", "--tp-size", "the ranks are not made to agree on a selection yet"),
     Unsupported("pp_size", "--pp-size", "pipeline parallelism splits the verify pass over stages"),
     Unsupported(
         "enable_two_batch_overlap",
@@ -165,12 +165,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--enable-custom-logit-processor",
         "processors are not told about drafted tokens",
     ),
-    Unsupported("attention_backend", "--attention-backend", _OTHER_BACKEND),
-    Unsupported("prefill_attention_backend", "--prefill-attention-backend", _OTHER_BACKEND),
-    Unsupported("decode_attention_backend", "--decode-attention-backend", _OTHER_BACKEND),
-    Unsupported(
-        "speculative_draft_attention_backend", "--speculative-draft-attention-backend", _OTHER_BACKEND
-    ),
     Unsupported("tokenizer_worker_num", "--tokenizer-worker-num", _UNGUARDED),
     Unsupported("smg_grpc_mode", "--smg-grpc-mode", _UNGUARDED),
     Unsupported("dllm_algorithm", "--dllm-algorithm", "diffusion models do not draft"),
@@ -183,7 +177,8 @@ def validate_server_args(args) -> None:
     Raises:
         ValueError: naming the flag, the value and the way out.
     """
-    validate_device(args.device)
+    device = validate_device(args.device)
+    _validate_attention_backends(args, device)
     for item in UNSUPPORTED:
         if item.is_given(args):
             raise ValueError(
@@ -192,6 +187,12 @@ def validate_server_args(args) -> None:
             )
     num_steps = _resolve_num_steps(args)
     TetrisConfig.from_environment(num_steps)
+    plan = os.environ.get("SGLANG_TETRIS_VERIFY_PLAN")
+    if plan and (device == "cpu" or (args.attention_backend or "flashinfer") != "flashinfer"):
+        raise ValueError(
+            f"--speculative-tetris-verify-plan {plan}: it chooses how FlashInfer plans on a GPU, and this server runs on "
+            f"{device} with another attention backend. Leave it out."
+        )
     if args.speculative_num_draft_tokens not in (None, num_steps + 1):
         raise ValueError(
             f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} contradicts --speculative-num-steps "
@@ -200,16 +201,38 @@ def validate_server_args(args) -> None:
     _validate_models(args)
 
 
-def validate_device(device: str | None) -> None:
-    """Refuse a device that TETRIS cannot serve on; None is what SGLang would choose by itself."""
+def validate_device(device: str | None) -> str:
+    """The device that TETRIS will serve on, "cuda" or "cpu"; None is what SGLang would choose by itself.
+
+    Raises:
+        ValueError: another device.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "cpu":
+    kind = device.partition(":")[0]
+    if kind not in ("cuda", "cpu") or torch.version.hip:
         raise ValueError(
-            f"--device {device}: --speculative-algorithm TETRIS verifies ragged batches on the CPU platform only in "
-            f"this version. Use --speculative-algorithm STANDALONE on this device, or hide it (CUDA_VISIBLE_DEVICES=) "
-            f"and use --device cpu."
+            f"--device {device}: --speculative-algorithm TETRIS serves on NVIDIA GPUs (cuda) and on CPUs. Use "
+            f"--speculative-algorithm STANDALONE on this device, or --device cpu."
         )
+    return kind
+
+
+def _validate_attention_backends(args, device: str) -> None:
+    supported = ATTENTION_BACKENDS[device]
+    for name in (
+        "attention_backend",
+        "prefill_attention_backend",
+        "decode_attention_backend",
+        "speculative_draft_attention_backend",
+    ):
+        backend = getattr(args, name)
+        if backend is not None and backend not in supported:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {backend!r} does not work with --speculative-algorithm TETRIS on {device}: "
+                f"ragged batches are served by {' and '.join(supported)}. Remove that flag, or choose another "
+                f"--speculative-algorithm."
+            )
 
 
 def _resolve_num_steps(args) -> int:
@@ -284,3 +307,8 @@ def resolve_server_args(args) -> None:
     args.speculative_num_draft_tokens = num_steps + 1
     if args.max_running_requests is None:
         args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
+    if validate_device(args.device) == "cuda":
+        # Every process of the server reads these. SGLang captures target passes by tokens instead of requests:
+        os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"
+        # and plans the draft's passes from host lengths, without waiting for the device.
+        os.environ.setdefault("SGLANG_OPT_FLASHINFER_DRAFT_HOST_INDPTR", "1")

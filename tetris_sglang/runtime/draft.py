@@ -11,6 +11,7 @@ Differs from upstream's STANDALONE (sglang/srt/speculative/standalone_worker_v2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,8 +47,29 @@ def make_draft_input(last_tokens: Tensor, bonus_tokens: Tensor) -> EagleDraftInp
     )
 
 
+def make_two_token_input(positions: Tensor, batch_size: int) -> EagleDraftExtendInput:
+    """The spec input of the pass over [last, bonus]; logits are wanted after the bonus token only.
+
+    Args:
+        positions: [2 * batch_size], request after request.
+    """
+    counts = torch.full((batch_size,), 2, dtype=torch.int32, device=positions.device)
+    return EagleDraftExtendInput(
+        num_tokens_per_req=2,
+        num_tokens_for_logprob_per_req=1,
+        positions=positions,
+        num_correct_drafts=counts,
+        num_accept_tokens=counts,
+        select_index=torch.arange(1, 2 * batch_size, 2, device=positions.device),
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+
+
 class TetrisDraftWorker(StandaloneDraftWorker):
     """Owns the draft model, its KV pool (slots shared with the target) and its attention backends."""
+
+    chain_graphs = None
+    """The captured chains (runtime/cuda/draft_graph.py), on CUDA."""
 
     def prefill(self, batch, kv_loc_plan) -> None:
         """Run the draft over the same tokens that the target has just prefilled.
@@ -67,6 +89,15 @@ class TetrisDraftWorker(StandaloneDraftWorker):
         forward_batch.return_logprob = False
         self.draft_runner.forward(forward_batch)
 
+    def _capture_cuda_graphs(self) -> None:
+        """Called by SGLang when pools and backends are ready: one graph for the whole chain, not upstream's two."""
+        self.cuda_graph_runner = self.cuda_graph_runner_for_draft_extend = None
+        if self.device != "cuda" or self.speculative_num_steps < 2:
+            return
+        from tetris_sglang.runtime.cuda.draft_graph import capture_chains
+
+        self.chain_graphs = capture_chains(self)
+
     def draft_chains(self, batch, depth: int) -> DraftChains:
         """Draft `depth` tokens for every request: one pass of two tokens, then depth - 1 of one.
 
@@ -76,37 +107,70 @@ class TetrisDraftWorker(StandaloneDraftWorker):
             depth: 1..num_steps.
         """
         draft_input, seq_lens = batch.spec_info, batch.seq_lens
-        # Columns: positions seq_lens - 1 ... seq_lens + depth - 1 of each request.
-        positions = (seq_lens - 1).unsqueeze(1) + torch.arange(depth + 1, device=seq_lens.device)
-        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices.unsqueeze(1), positions].to(
-            torch.int64
-        )
-        temperatures = batch.sampling_info.temperatures
-
         last_and_bonus = torch.stack(
             (draft_input.topk_index[:, 0], draft_input.bonus_tokens.to(torch.int64)), dim=1
         )
-        logits = self._forward_two_tokens(batch, last_and_bonus, positions[:, :2], slots[:, :2])
-        tokens, probs = _most_likely(logits, temperatures)
-        token_columns, prob_columns = [tokens], [probs]
+        temperatures = batch.sampling_info.temperatures
+        if self.chain_graphs is not None and self.chain_graphs.can_run(len(batch.reqs)):
+            chains = self.chain_graphs.replay(
+                last_and_bonus, seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, temperatures
+            )
+            return DraftChains(chains.tokens[:, :depth], chains.probs[:, :depth])
 
-        if depth > 1:
-            forward_batch = self._plan_single_tokens(batch, slots[:, 2:])
-            step_positions = positions[:, 2:].t().contiguous()
-            step_slots = slots[:, 2:].t().contiguous()
-            for step, backend in zip(range(depth - 1), self.draft_attn_backend.attn_backends, strict=False):
-                forward_batch.input_ids = tokens
-                forward_batch.positions = step_positions[step]
-                forward_batch.out_cache_loc = step_slots[step]
-                with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
-                    logits = self.draft_runner.forward(forward_batch).logits_output.next_token_logits
-                tokens, probs = _most_likely(logits, temperatures)
-                token_columns.append(tokens)
-                prob_columns.append(probs)
+        positions, slots = self.locate(seq_lens, batch.req_pool_indices, depth)
+        first = self._plan_two_tokens(batch, last_and_bonus, positions[:, :2], slots[:, :2])
+        rest = self._plan_single_tokens(batch, positions[:, 1], slots[:, 2:]) if depth > 1 else None
+        return self.run_chain(
+            first, rest, last_and_bonus, positions, slots, temperatures, depth, self._forward
+        )
+
+    def locate(self, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Positions and KV slots [batch, depth + 1] of the last committed token, the bonus token and all drafts but one."""
+        positions = (seq_lens - 1).unsqueeze(1) + torch.arange(depth + 1, device=seq_lens.device)
+        slots = self.req_to_token_pool.req_to_token[req_pool_indices.unsqueeze(1), positions]
+        return positions, slots.to(torch.int64)
+
+    def run_chain(
+        self,
+        first: ForwardBatch,
+        rest: ForwardBatch | None,
+        last_and_bonus: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        temperatures: Tensor,
+        depth: int,
+        forward,
+    ) -> DraftChains:
+        """The passes of one step over planned batches; the same code eagerly and while a graph is captured.
+
+        Args:
+            first: for the pass of two tokens; rest: for the others.
+            last_and_bonus: [batch, 2]. positions, slots: [batch, depth + 1], from `locate`.
+            forward: (forward_batch, attention backend) -> logits [batch, vocab].
+        """
+        first.input_ids = last_and_bonus.reshape(-1)
+        first.positions = positions[:, :2].reshape(-1)
+        first.out_cache_loc = slots[:, :2].reshape(-1)
+        tokens, probs = _most_likely(forward(first, self.draft_runner.attn_backend), temperatures)
+        token_columns, prob_columns = [tokens], [probs]
+        backends: Sequence = self.draft_attn_backend.attn_backends if depth > 1 else ()
+        step_positions = positions[:, 2:].t().contiguous()
+        step_slots = slots[:, 2:].t().contiguous()
+        for step, backend in zip(range(depth - 1), backends, strict=False):
+            rest.input_ids = tokens
+            rest.positions = step_positions[step]
+            rest.out_cache_loc = step_slots[step]
+            tokens, probs = _most_likely(forward(rest, backend), temperatures)
+            token_columns.append(tokens)
+            prob_columns.append(probs)
         return DraftChains(torch.stack(token_columns, dim=1), torch.stack(prob_columns, dim=1))
 
-    def _forward_two_tokens(self, batch, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """Write the draft KV of [last, bonus] and return the logits [batch, vocab] after bonus."""
+    def _forward(self, forward_batch: ForwardBatch, backend) -> Tensor:
+        with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
+            return self.draft_runner.forward(forward_batch).logits_output.next_token_logits
+
+    def _plan_two_tokens(self, batch, tokens: Tensor, positions: Tensor, slots: Tensor) -> ForwardBatch:
+        """Plan the pass that writes the draft KV of [last, bonus] and returns the logits [batch, vocab] after bonus."""
         batch_size = tokens.shape[0]
         batch.input_ids = tokens.reshape(-1)
         batch.out_cache_loc = slots.reshape(-1)
@@ -115,13 +179,7 @@ class TetrisDraftWorker(StandaloneDraftWorker):
         # SGLang takes extend lengths as two tensors or as two host lists; tensors need no host copy.
         batch.extend_lens = torch.full((batch_size,), 2, dtype=torch.int32, device=tokens.device)
         batch.prefix_lens = positions[:, 0].to(torch.int32)
-        batch.spec_info = EagleDraftExtendInput(
-            num_tokens_per_req=2,
-            num_tokens_for_logprob_per_req=2,
-            positions=positions.reshape(-1),
-            select_index=torch.arange(1, 2 * batch_size, 2, device=tokens.device),
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
+        batch.spec_info = make_two_token_input(positions.reshape(-1), batch_size)
         forward_batch = ForwardBatch.init_new(
             batch,
             self.draft_runner,
@@ -130,13 +188,19 @@ class TetrisDraftWorker(StandaloneDraftWorker):
         )
         forward_batch.return_logprob = False
         forward_batch.extend_seq_lens_cpu = [2] * batch_size
+        if forward_batch.seq_lens_cpu is not None:
+            forward_batch.extend_prefix_lens_cpu = (forward_batch.seq_lens_cpu - 1).tolist()
         self._advance_lengths(forward_batch)
         self.draft_runner.attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
-        return self.draft_runner.forward(forward_batch).logits_output.next_token_logits
+        return forward_batch
 
-    def _plan_single_tokens(self, batch, slots: Tensor) -> ForwardBatch:
-        """Plan the attention of all one-token passes at once, as SGLang's multi-step draft backends do."""
+    def _plan_single_tokens(self, batch, positions: Tensor, slots: Tensor) -> ForwardBatch:
+        """Plan the attention of all one-token passes at once, as SGLang's multi-step draft backends do.
+
+        Args:
+            positions: [batch] of the bonus token. slots: [batch, depth - 1].
+        """
         batch.forward_mode = ForwardMode.DECODE
         batch.input_ids = None
         batch.out_cache_loc = slots.reshape(-1)
@@ -151,6 +215,8 @@ class TetrisDraftWorker(StandaloneDraftWorker):
         )
         forward_batch.return_logprob = False
         self._advance_lengths(forward_batch)
+        # FlashInfer's planner reads the lengths from here.
+        forward_batch.positions = positions + 1
         self.draft_attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
         return forward_batch

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
+
 
 class Hook(NamedTuple):
     target: str
@@ -55,6 +57,13 @@ HOOKS: tuple[Hook, ...] = (
         "AFTER",
         "TETRIS counters and phase times in /server_info",
         "an info callback on speculative workers",
+    ),
+    Hook(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+        "tetris_sglang.runtime.cuda.hooks.make_capture_input",
+        "AROUND",
+        "the target's graphs are captured with a ragged layout",
+        "a spec input made by the registered algorithm",
     ),
 )
 
@@ -104,6 +113,16 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_SPEC + "spec_registry.get_spec", ("name",), "whether TETRIS is registered"),
     Symbol(
         _SRT + "arg_groups.overrides.resolving_view", ("server_args",), "arguments while they are resolved"
+    ),
+    Symbol(
+        _SRT + "arg_groups.overrides.declare_resolution",
+        ("server_args", "source"),
+        "the attention backend where the user chose none",
+    ),
+    Symbol(
+        _SRT + "arg_groups.attention_hook.handle_attention_backend_compatibility",
+        ("server_args",),
+        "the step before which the attention backend is chosen",
     ),
     Symbol(
         _SRT + "arg_groups.resolution_hooks.register_resolution_hook", ("name",), "validation before loading"
@@ -368,6 +387,12 @@ SYMBOLS: tuple[Symbol, ...] = (
         ),
         "sampling parameters, repeated for every verified row",
     ),
+    Symbol(_SRT + "mem_cache.kv_loc_plan.IdSpaceKind", ("FULL",), "KV indices for FlashInfer"),
+    Symbol(
+        _SRT + "speculative.ragged_verify.round_up_grid",
+        ("total", "grid"),
+        "the tier of a ragged target pass",
+    ),
     Symbol(
         _SPEC + "spec_utils.build_grammar_vocab_mask",
         ("reqs", "tree", "sampling_info", "device", "barrier"),
@@ -387,6 +412,7 @@ SYMBOLS: tuple[Symbol, ...] = (
 )
 
 _SCHEDULER = "sglang.srt.managers.scheduler_components."
+_GRAPH_RUNNER = "sglang.srt.model_executor.runner."
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager."
 
 
@@ -394,6 +420,8 @@ def _belongs_here(hook: Hook) -> bool:
     """Whether this process may call the hooked function; hooking it elsewhere would import half of SGLang."""
     if hook.target.startswith(_SCHEDULER):
         return "sglang.srt.managers.scheduler" in sys.modules
+    if hook.target.startswith(_GRAPH_RUNNER):
+        return "sglang.srt.managers.scheduler" in sys.modules and torch.cuda.is_available()
     if hook.target.startswith(_TOKENIZER):
         return multiprocessing.parent_process() is None or _TOKENIZER.rstrip(".") in sys.modules
     return True
@@ -410,6 +438,10 @@ def register_hooks() -> None:
     _needed[:] = filter(_belongs_here, HOOKS)
     for hook in _needed:
         HookRegistry.register(hook.target, pkgutil.resolve_name(hook.hook), HookType[hook.kind])
+    if any(hook.target.startswith(_GRAPH_RUNNER) for hook in _needed):
+        from tetris_sglang.runtime.cuda import hooks
+
+        hooks.register_attention_backend()
 
 
 def verify_landed() -> None:
@@ -435,6 +467,10 @@ def verify_landed() -> None:
             f"TETRIS cannot start: {', '.join(missing)} did not take effect in SGLang. The log above says why; "
             f"`tetris-sglang check` lists what this SGLang release offers."
         )
+    if any(hook.target.startswith(_GRAPH_RUNNER) for hook in _needed):
+        from tetris_sglang.runtime.cuda import hooks
+
+        hooks.verify_landed()
     # The CPU platform's own hooks are nearly all the scheduler's.
     if cpu.is_active() and any(hook.target.startswith(_SCHEDULER) for hook in _needed):
         cpu.verify_landed()

@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+
+import torch
 
 _IDLE_SECONDS = 0.5  # a longer pause between two steps is waiting for requests, not host work
 
 
 class PhaseTimer:
-    """Sums the wall time of a step's phases; does nothing unless enabled.
+    """Sums the time of a step's phases; does nothing unless enabled.
 
-    `host` is the time between two steps: the scheduler's own work, and on a host without a GPU also prefill batches.
-    On an asynchronous device the phases show launch time, not device time.
+    On a CPU a phase is the wall time of its code. On CUDA it is the device's time between two events, read when both have
+    passed: no sync. `host` is the time between two steps: the scheduler's own work and, on a CPU, prefill batches of other
+    requests; on CUDA it is measured on the host, where it may run beside the device's work.
     """
 
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self, enabled: bool, on_cuda: bool = False) -> None:
+        self._enabled, self._on_cuda = enabled, on_cuda
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._num_steps = 0
         self._step_ended_at: float | None = None
 
     def __call__(self, phase: str):
-        return self._measure(phase) if self._enabled else nullcontext()
+        if not self._enabled:
+            return nullcontext()
+        return self._measure_on_device(phase) if self._on_cuda else self._measure(phase)
 
     @contextmanager
-    def _measure(self, phase: str):
+    def _measure(self, phase: str) -> Iterator[None]:
         started_at = time.perf_counter()
         yield
         self._seconds[phase] += time.perf_counter() - started_at
+
+    @contextmanager
+    def _measure_on_device(self, phase: str) -> Iterator[None]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._pending.append((phase, start, end))
 
     def begin_step(self) -> None:
         if self._enabled and self._step_ended_at is not None:
@@ -41,9 +56,16 @@ class PhaseTimer:
         if self._enabled:
             self._num_steps += 1
             self._step_ended_at = time.perf_counter()
+            self._collect()
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0][2].query():
+            phase, start, end = self._pending.popleft()
+            self._seconds[phase] += start.elapsed_time(end) / 1e3
 
     def summarise(self) -> dict[str, float]:
         """Milliseconds per step of each phase; empty when not enabled or before the first step."""
+        self._collect()
         return {
             f"{phase}_ms": 1e3 * s / self._num_steps for phase, s in self._seconds.items() if self._num_steps
         }

@@ -8,18 +8,19 @@ packed: its rows are the grid's selected cells in row-major order.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from torch import Tensor
 
+from tetris_sglang.kernels.reference import PackedTokens
 from tetris_sglang.runtime.logits import adjust_logits
 
 
@@ -29,70 +30,98 @@ class TetrisVerifyInput(EagleVerifyInput):
 
     ragged_verify_layout: RaggedVerifyLayout | None = None
 
+    def generate_attn_arg_prefill(
+        self,
+        *,
+        req_pool_indices: Tensor,
+        paged_kernel_lens: Tensor,
+        paged_kernel_lens_sum: int,
+        translator,
+        plan,
+        kind: IdSpaceKind = IdSpaceKind.FULL,
+    ):
+        """What FlashInfer plans an eager ragged pass with: KV indices, the two indptrs, no mask (chains are causal)."""
+        layout = self.ragged_verify_layout
+        kv_lens = paged_kernel_lens + layout.verify_lens
+        kv_indptr = torch.nn.functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        kv_indices = torch.empty(
+            paged_kernel_lens_sum + layout.graph_num_tokens, dtype=torch.int32, device=kv_lens.device
+        )
+        translator.pack_read_stream(
+            plan,
+            req_pool_indices=req_pool_indices,
+            seq_lens=kv_lens,
+            indptr=kv_indptr,
+            out=kv_indices,
+            kind=kind,
+            num_token_blocks=None,
+            kv_lens_sum=paged_kernel_lens_sum,
+        )
+        return kv_indices, kv_indptr, layout.qo_indptr_device, None
 
-class PackedRows(NamedTuple):
-    """The grid cells that the target verifies."""
 
-    requests: Tensor
-    """[tokens] int64, the batch row of each packed token."""
-    columns: Tensor
-    """[tokens] int64, its grid column."""
-    verify_lens: Tensor
-    """[batch] int32, draft_lens + 1."""
-    num_tokens: int
-
-
-def pack_rows(draft_lens: Tensor, num_tokens: int) -> PackedRows:
-    """Lay out sum(draft_lens + 1) tokens, request after request.
+def make_verify_input(
+    *, width: int, input_ids: Tensor | None, positions: Tensor | None, layout: RaggedVerifyLayout, batch=None
+) -> TetrisVerifyInput:
+    """The verify input of a pass over packed tokens.
 
     Args:
-        draft_lens: [batch] int32.
-        num_tokens: sum(draft_lens) + batch, known to the host because selection fills the capacity; no sync.
+        width: columns of the grid. batch: the decode ScheduleBatch; None while a graph is captured.
     """
-    batch_size, device = draft_lens.shape[0], draft_lens.device
-    verify_lens = draft_lens + 1
-    requests = torch.repeat_interleave(
-        torch.arange(batch_size, device=device), verify_lens, output_size=num_tokens
-    )
-    ends = verify_lens.cumsum(0)
-    columns = torch.arange(num_tokens, device=device) - (ends - verify_lens)[requests]
-    return PackedRows(requests, columns, verify_lens, num_tokens)
-
-
-def forward_target(batch, target_worker, candidates: Tensor, rows: PackedRows) -> ForwardBatch:
-    """Run the target over the packed tokens; returns its forward batch and output.
-
-    Args:
-        batch: the decode ScheduleBatch inside SGLang's forward isolation; seq_lens = tokens with target KV.
-        candidates: [batch, width] int64, roots and drafts.
-    """
-    positions = batch.seq_lens[rows.requests] + rows.columns
-    slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices[rows.requests], positions]
-    ends = rows.verify_lens.cumsum(0, dtype=torch.int32)
-    qo_indptr = torch.nn.functional.pad(ends, (1, 0))
-    batch.input_ids = candidates[rows.requests, rows.columns]
-    batch.out_cache_loc = slots.to(torch.int64)
-    batch.forward_mode = ForwardMode.TARGET_VERIFY
-    batch.spec_info = TetrisVerifyInput(
-        draft_token=batch.input_ids,
+    return TetrisVerifyInput(
+        draft_token=input_ids,
         custom_mask=None,
         positions=positions,
         retrieve_index=None,
         retrieve_next_token=None,
         retrieve_next_sibling=None,
         retrieve_cum_len=None,
-        spec_steps=candidates.shape[1] - 1,
+        spec_steps=width - 1,
         topk=1,
-        draft_token_num=candidates.shape[1],
+        draft_token_num=width,
         capture_hidden_mode=CaptureHiddenMode.NULL,
-        seq_lens_sum=batch.seq_lens_sum,
-        seq_lens_cpu=batch.seq_lens_cpu,
-        ragged_verify_layout=RaggedVerifyLayout(
-            verify_lens=rows.verify_lens,
-            graph_num_tokens=rows.num_tokens,
-            extend_start_loc=qo_indptr[:-1],
-            qo_indptr_device=qo_indptr,
+        seq_lens_sum=None if batch is None else batch.seq_lens_sum,
+        seq_lens_cpu=None if batch is None else batch.seq_lens_cpu,
+        ragged_verify_layout=layout,
+    )
+
+
+def graph_tier(target_worker, batch_size: int, num_tokens: int) -> int | None:
+    """The rows of the smallest captured target pass that takes `num_tokens`; None where such a pass runs without a graph."""
+    runner = target_worker.model_runner.decode_cuda_graph_runner
+    if (
+        not getattr(runner, "ragged_verify_mode", False)
+        or not runner.attn_backend.supports_ragged_verify_graph
+    ):
+        return None
+    if num_tokens > runner.capture_num_tokens[-1]:
+        return None
+    tier = round_up_grid(num_tokens, runner.capture_num_tokens)
+    return tier if batch_size <= runner._ragged_capture_slots(tier) else None
+
+
+def forward_target(batch, target_worker, packed: PackedTokens, width: int):
+    """Run the target over the packed tokens; returns its forward batch and result.
+
+    Args:
+        batch: the decode ScheduleBatch inside SGLang's forward isolation; seq_lens = tokens with target KV.
+        packed: as many rows as there are tokens, or as the pass's graph has.
+        width: columns of the grid.
+    """
+    batch.input_ids = packed.input_ids
+    batch.out_cache_loc = packed.slots
+    batch.forward_mode = ForwardMode.TARGET_VERIFY
+    batch.spec_info = make_verify_input(
+        width=width,
+        input_ids=packed.input_ids,
+        positions=packed.positions,
+        layout=RaggedVerifyLayout(
+            verify_lens=packed.verify_lens,
+            graph_num_tokens=packed.input_ids.shape[0],
+            extend_start_loc=packed.qo_indptr[:-1],
+            qo_indptr_device=packed.qo_indptr,
         ),
+        batch=batch,
     )
     forward_batch = ForwardBatch.init_new(
         batch,
@@ -109,28 +138,31 @@ def sample_target(
     sampler,
     logits_output: LogitsProcessorOutput,
     candidates: Tensor,
-    rows: PackedRows,
+    packed: PackedTokens,
+    num_tokens: int,
     grammar_barrier,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Draw the target's own token for every packed row, with the sampler that serves without speculation.
 
-    Every row is sampled exactly as a decode step of its request at that position would be: same penalties, grammar
-    mask, bias, temperature, filters (and their order), seed and position.
+    Every row is sampled exactly as a decode step of its request at that position would be: same grammar mask, bias,
+    temperature, filters (and their order), seed and position.
 
     Args:
-        logits_output: next_token_logits [tokens, vocab], overwritten.
+        logits_output: next_token_logits [rows, vocab], overwritten.
         candidates: [batch, width] int64.
-        grammar_barrier: advances the grammars over the step before (SGLang, under overlap), or None.
+        num_tokens: rows that belong to a request; those after it, which fill a graph, are dropped.
     Returns:
-        target_tokens [batch, width] int64; columns beyond a request's draft_lens hold 0.
+        target_tokens [num_tokens] integers, and the logits they were drawn from [num_tokens, vocab] if a request wants
+        log-probabilities.
     """
     sampling_info: SamplingBatchInfo = batch.sampling_info
-    logits = logits_output.next_token_logits
-    grammar_mask = _grammar_mask(batch, candidates, rows, grammar_barrier) if batch.has_grammar else None
-    adjust_logits(logits, batch, rows, grammar_mask)
+    logits_output.next_token_logits = logits = logits_output.next_token_logits[:num_tokens]
+    requests, columns = packed.requests[:num_tokens], packed.columns[:num_tokens]
+    grammar_mask = None
+    if batch.has_grammar:
+        grammar_mask = _grammar_mask(batch, candidates, requests, columns, grammar_barrier)
+    adjust_logits(logits, batch, requests, columns, grammar_mask)
     logprob_logits = logits.clone() if batch.return_logprob else None
-
-    requests = rows.requests
     tokens = sampler(
         logits_output,
         replace(
@@ -150,16 +182,12 @@ def sample_target(
         False,
         [],
         [],
-        positions=batch.spec_info.positions,
+        positions=packed.positions[:num_tokens],
     )
-    target_tokens = torch.zeros_like(candidates)
-    target_tokens[requests, rows.columns] = tokens.to(torch.int64)
-    if logprob_logits is not None:
-        _compute_logprobs(batch, logits_output, logprob_logits, target_tokens, rows)
-    return target_tokens
+    return tokens, logprob_logits
 
 
-def _grammar_mask(batch, candidates: Tensor, rows: PackedRows, grammar_barrier):
+def _grammar_mask(batch, candidates: Tensor, requests: Tensor, columns: Tensor, grammar_barrier):
     """SGLang's grammar mask over the strided chains, cut down to the packed rows."""
     mask = build_grammar_vocab_mask(
         reqs=batch.reqs,
@@ -170,15 +198,21 @@ def _grammar_mask(batch, candidates: Tensor, rows: PackedRows, grammar_barrier):
     )
     if mask is None:
         return None
-    packed = rows.requests * candidates.shape[1] + rows.columns
-    return mask._replace(vocab_mask=mask.vocab_mask[packed])
+    return mask._replace(vocab_mask=mask.vocab_mask[requests * candidates.shape[1] + columns])
 
 
-def _compute_logprobs(batch, logits_output, logits: Tensor, target_tokens: Tensor, rows: PackedRows) -> None:
-    """Fill the output logprobs in the strided layout that SGLang's result processing reads."""
-    width = target_tokens.shape[1]
+def compute_logprobs(
+    batch, logits_output, logits: Tensor, target_tokens: Tensor, packed: PackedTokens
+) -> None:
+    """Fill the output logprobs in the strided layout that SGLang's result processing reads.
+
+    Args:
+        logits: [num_tokens, vocab] from `sample_target`. target_tokens: [batch, width].
+    """
+    width, num_tokens = target_tokens.shape[1], logits.shape[0]
+    cells = packed.requests[:num_tokens] * width + packed.columns[:num_tokens]
     strided = logits.new_zeros(target_tokens.numel(), logits.shape[-1])
-    strided[rows.requests * width + rows.columns] = logits
+    strided[cells] = logits
     logits_output.next_token_logits = strided
     compute_spec_logprobs(batch, logits_output, target_tokens.reshape(-1), chain_stride=width)
     logits_output.next_token_logits = None

@@ -12,23 +12,17 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
-from torch import Tensor
 
-from tetris_sglang.acceptance import accept_chain
 from tetris_sglang.capacity import FixedCapacity
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.runtime.draft import TetrisDraftWorker, make_draft_input
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.metrics import StepMetrics
+from tetris_sglang.runtime.operations import get_operations
 from tetris_sglang.runtime.phases import PhaseTimer
-from tetris_sglang.runtime.verify import forward_target, pack_rows, sample_target
-from tetris_sglang.selection import get_selector, survival_from_probs
+from tetris_sglang.runtime.verify import compute_logprobs, forward_target, graph_tier, sample_target
 
 logger = logging.getLogger(__name__)
-
-# Selection must fill its capacity, so that the host knows the number of verified tokens without a sync: a survival
-# that underflows to 0 is still selectable, after every other.
-_SMALLEST_SURVIVAL = torch.finfo(torch.float32).tiny
 
 
 class TetrisWorker(BaseSpecWorker):
@@ -47,8 +41,8 @@ class TetrisWorker(BaseSpecWorker):
         self.capacity = FixedCapacity(
             per_request=self.config.capacity_per_request, absolute=self.config.capacity_tokens
         )
-        self._select = get_selector("torch" if self.config.selection == "tetris" else self.config.selection)
-        self.phases = PhaseTimer(enabled=self.config.phase_times)
+        self._operations = get_operations(self.device, self.config.selection)
+        self.phases = PhaseTimer(enabled=self.config.phase_times, on_cuda=self.device == "cuda")
         self.metrics = StepMetrics()
 
         self._target_worker = target_worker
@@ -108,40 +102,48 @@ class TetrisWorker(BaseSpecWorker):
         seq_lens, batch_size = batch.seq_lens, len(batch.reqs)
         roots = batch.spec_info.bonus_tokens.to(torch.int64).unsqueeze(1)
 
-        # No request can be given more tokens than the whole capacity, so a small one needs no deep drafts.
-        capacity_tokens = self.capacity.choose(batch_size)
-        depth = min(self.speculative_num_steps, capacity_tokens)
-        capacity_tokens = min(capacity_tokens, batch_size * depth)
+        capacity_tokens, depth, tier = self._plan_step(batch_size)
+        num_tokens = batch_size + capacity_tokens
 
         with self.phases("draft"), draft_tp_context(self._draft_worker.parallel_layout):
             chains = self._draft_worker.draft_chains(batch, depth)
 
         with self.phases("select"):
-            draft_lens = self._select_drafts(chains.probs, capacity_tokens)
-            rows = pack_rows(draft_lens, num_tokens=batch_size + capacity_tokens)
+            draft_lens = self._operations.select(chains.probs.contiguous(), capacity_tokens)
             # SGLang reads results in rows of a fixed width.
             unused = self.speculative_num_steps - depth
             candidates = torch.nn.functional.pad(torch.cat((roots, chains.tokens), dim=1), (0, unused))
+            packed = self._operations.pack(
+                draft_lens,
+                candidates,
+                seq_lens,
+                batch.req_to_token_pool.req_to_token,
+                batch.req_pool_indices,
+                tier or num_tokens,
+            )
 
         with self.phases("verify"):
-            forward_batch, target_result = forward_target(batch, self._target_worker, candidates, rows)
+            forward_batch, target_result = forward_target(
+                batch, self._target_worker, packed, candidates.shape[1]
+            )
             logits_output = target_result.logits_output
 
         with self.phases("sample"):
-            target_tokens = sample_target(
+            tokens, logprob_logits = sample_target(
                 batch,
                 self._target_worker.model_runner.sampler,
                 logits_output,
                 candidates,
-                rows,
+                packed,
+                num_tokens,
                 grammar_barrier,
             )
-            accepted = accept_chain(candidates, target_tokens, draft_lens)
+            accepted = self._operations.accept(tokens, packed.qo_indptr, candidates, seq_lens)
+            if logprob_logits is not None:
+                compute_logprobs(batch, logits_output, logprob_logits, accepted.target_tokens, packed)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
-            new_seq_lens = seq_lens + accept_lens
-            last_tokens = candidates.gather(1, accepted.accept_lens.long().unsqueeze(1)).squeeze(1)
         if on_publish is not None:
-            on_publish(new_seq_lens)
+            on_publish(accepted.new_seq_lens)
         self.metrics.count_step(
             batch_size=batch_size,
             drafted=batch_size * depth,
@@ -151,20 +153,32 @@ class TetrisWorker(BaseSpecWorker):
         self.phases.end_step()
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=target_tokens.reshape(-1),
+            next_token_ids=accepted.target_tokens.reshape(-1),
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
-            next_draft_input=make_draft_input(last_tokens, accepted.bonus_tokens),
+            next_draft_input=make_draft_input(accepted.last_tokens, accepted.bonus_tokens),
             accept_lens=accept_lens,
-            cap_lens=rows.verify_lens,
+            cap_lens=packed.verify_lens,
             # SGLang sums this per request, for DSPARK alone; here it carries the drafted tokens (runtime/metrics.py).
             block_accept_lens=torch.full_like(accept_lens, depth),
-            new_seq_lens=new_seq_lens,
+            new_seq_lens=accepted.new_seq_lens,
             can_run_cuda_graph=target_result.can_run_cuda_graph,
             routed_experts_output=target_result.routed_experts_output,
             indexer_topk_output=target_result.indexer_topk_output,
             extra_keep_alive_refs=[forward_batch],
         )
 
-    def _select_drafts(self, draft_probs: Tensor, capacity_tokens: int) -> Tensor:
-        survival = survival_from_probs(draft_probs).clamp_(min=_SMALLEST_SURVIVAL)
-        return self._select(survival, capacity_tokens)
+    def _plan_step(self, batch_size: int) -> tuple[int, int, int | None]:
+        """This step's capacity in draft tokens, the depth to draft to, and the rows of the captured target pass, if any."""
+        capacity_tokens, num_steps = self.capacity.choose(batch_size), self.speculative_num_steps
+        # No request can be given more tokens than the whole capacity, so a small one needs no deep drafts. A captured
+        # chain always has its full depth.
+        captured = self._draft_worker.chain_graphs is not None
+        depth = num_steps if captured else min(num_steps, capacity_tokens)
+        capacity_tokens = min(capacity_tokens, batch_size * depth)
+        tier = None
+        if self.device == "cuda":
+            tier = graph_tier(self._target_worker, batch_size, batch_size + capacity_tokens)
+        if tier is not None:
+            # The rows up to the tier are paid for anyway.
+            capacity_tokens = min(tier - batch_size, batch_size * depth)
+        return capacity_tokens, depth, tier

@@ -1,0 +1,162 @@
+"""Survival and TETRIS's selection in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tetris_sglang.kernels.checks import INT32, INTEGERS, check_device, check_tensor
+from tetris_sglang.selection import select_prefixes, survival_from_probs
+
+# One program keeps the whole batch in registers: at most 64 survivals for each of its at most 512 threads
+# (1024 threads get half the registers each, and some spill).
+LARGEST_BATCH_TOKENS = 2**15
+LARGEST_MAX_DRAFT = 64
+
+_SMALLEST_SURVIVAL = torch.finfo(torch.float32).tiny
+_SMALLEST_SURVIVAL_BITS = tl.constexpr(0x00800000)
+
+
+def select_drafts(draft_probs: Tensor, capacity_tokens: int | Tensor, out: Tensor | None = None) -> Tensor:
+    """Choose the draft tokens of the whole batch that are most likely to survive verification.
+
+    TETRIS (arXiv:2502.15197), Algorithm 1. Exactly, ties included:
+        survival = survival_from_probs(draft_probs).clamp_min(smallest normal float32)
+        draft_lens = select_prefixes(survival, capacity_tokens)
+    as torch computes it on a CPU, which multiplies a chain from its root on in float64 and rounds every
+    survival once. (On CUDA, torch's cumprod rounds to float32 after each product and in another order: there
+    near-ties may rank differently.) The clamp makes every token selectable, so that sum(draft_lens) is known
+    without a sync.
+
+    Survivals are positive float32, so their bit patterns order as integers do. The threshold, the C-th
+    largest survival of the batch, is found bit by bit: 30 counts over registers. Above it everything is
+    selected; the tokens equal to it follow by depth, then by request.
+
+    A batch too large for one program's registers (the batch, rounded up to a power of two, times max_draft
+    above LARGEST_BATCH_TOKENS, or max_draft above LARGEST_MAX_DRAFT) goes through the torch functions above:
+    some ten launches.
+
+    Args:
+        draft_probs: [batch, max_draft] float32, contiguous: the draft's probability of each of its own
+            tokens. Values outside [0, 1] are clamped, NaN counts as 0.
+        capacity_tokens: draft tokens over the whole batch, roots excluded; a 0-d int32 or int64 tensor on the
+            same device keeps it out of a captured CUDA graph's constants.
+        out: [batch] int32 to write into.
+    Returns:
+        draft_lens: [batch] int32, sum = min(capacity_tokens, batch * max_draft); `out` if given.
+    Raises:
+        ValueError: wrong shapes, dtypes or devices, or an int capacity_tokens < 0 (a tensor's value is not
+            read: a negative one selects nothing).
+    Sync: none; CUDA-graph safe.
+    Example: [[.9, .9], [.5, .2]], 3 -> [2, 1]
+    """
+    check_device(draft_probs)
+    if draft_probs.ndim != 2:
+        raise ValueError(f"draft_probs must be [batch, max_draft], got shape {list(draft_probs.shape)}")
+    batch, max_draft = draft_probs.shape
+    check_tensor("draft_probs", draft_probs, (batch, max_draft), (torch.float32,), draft_probs)
+    on_device = isinstance(capacity_tokens, Tensor)
+    if on_device:
+        check_tensor("capacity_tokens", capacity_tokens, (), INTEGERS, draft_probs)
+    elif capacity_tokens < 0:
+        raise ValueError(f"capacity_tokens must be >= 0, got {capacity_tokens}")
+    if out is None:
+        draft_lens = torch.empty(batch, dtype=torch.int32, device=draft_probs.device)
+    else:
+        check_tensor("out", out, (batch,), INT32, draft_probs)
+        draft_lens = out
+
+    if draft_probs.numel() == 0:
+        return draft_lens.zero_()
+    if not fits_one_launch(batch, max_draft):
+        survival = survival_from_probs(draft_probs).clamp_(min=_SMALLEST_SURVIVAL)
+        return draft_lens.copy_(select_prefixes(survival, capacity_tokens))
+    block, num_warps = plan_launch(batch, max_draft)
+    select_kernel[(1,)](
+        draft_probs,
+        capacity_tokens if on_device else min(capacity_tokens, batch * max_draft),
+        draft_lens,
+        batch,
+        MAX_DRAFT=max_draft,
+        DEPTH_BITS=max_draft.bit_length(),
+        BLOCK=block,
+        CAPACITY_ON_DEVICE=on_device,
+        num_warps=num_warps,
+    )
+    return draft_lens
+
+
+def fits_one_launch(batch: int, max_draft: int) -> bool:
+    """Whether `select_drafts` runs as one kernel, or else in torch."""
+    block, _ = plan_launch(batch, max_draft)
+    return block * max_draft <= LARGEST_BATCH_TOKENS and max_draft <= LARGEST_MAX_DRAFT
+
+
+def plan_launch(batch: int, max_draft: int) -> tuple[int, int]:
+    """The program's requests (a power of two) and warps: about 16 survivals per thread, none without."""
+    block = max(32, triton.next_power_of_2(batch))
+    num_warps = triton.next_power_of_2(block * max_draft) // (32 * 16)
+    return block, max(1, min(num_warps, block // 32, 16))
+
+
+@triton.jit(do_not_specialize=["capacity_tokens", "batch"])
+def select_kernel(
+    draft_probs,
+    capacity_tokens,
+    draft_lens,
+    batch,
+    MAX_DRAFT: tl.constexpr,
+    DEPTH_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPACITY_ON_DEVICE: tl.constexpr,
+):
+    requests = tl.arange(0, BLOCK)
+    is_request = requests < batch
+    if CAPACITY_ON_DEVICE:
+        capacity = tl.load(capacity_tokens)
+    else:
+        capacity = capacity_tokens
+    capacity = tl.minimum(tl.maximum(capacity, 0), batch * MAX_DRAFT).to(tl.int32)
+
+    # One vector per depth, all in the same layout: whatever follows is elementwise but for the counts.
+    survival = tl.full([BLOCK], 1.0, tl.float64)
+    survival_bits = ()
+    for depth in tl.static_range(MAX_DRAFT):
+        prob = tl.load(draft_probs + requests * MAX_DRAFT + depth, mask=is_request, other=0.0)
+        survival *= tl.minimum(tl.maximum(prob, 0.0), 1.0)  # of a NaN and 0, maximum takes the 0
+        bits = survival.to(tl.float32).to(tl.int32, bitcast=True)
+        bits = tl.where(is_request, tl.maximum(bits, _SMALLEST_SURVIVAL_BITS), 0)
+        survival_bits += (bits,)
+
+    # The largest threshold that `capacity` tokens reach. The bits of 1.0, the largest survival, are below
+    # 2**30; with a capacity of 0 every count suffices, and the threshold ends above all of them.
+    threshold = 0
+    for bit in range(29, -1, -1):
+        trial = threshold | (1 << bit)
+        reaching = tl.sum(_count_reaching(survival_bits, trial, MAX_DRAFT))
+        threshold = tl.where(reaching >= capacity, trial, threshold)
+
+    # Survival never rises along a chain: request r's tokens above the threshold are its first fewest[r],
+    # those equal to it the next ones up to most[r]. Find the largest depth above which all equal ones fit.
+    fewest = _count_reaching(survival_bits, threshold + 1, MAX_DRAFT)
+    most = _count_reaching(survival_bits, threshold, MAX_DRAFT)
+    full_depth = 0
+    for bit in range(DEPTH_BITS - 1, -1, -1):
+        trial = full_depth | (1 << bit)
+        fitting = tl.sum(tl.minimum(tl.maximum(fewest, trial), most))
+        full_depth = tl.where(fitting <= capacity, trial, full_depth)
+
+    # At that depth the lower requests come first.
+    lens = tl.minimum(tl.maximum(fewest, full_depth), most)
+    next_equal = tl.minimum(tl.maximum(fewest, full_depth + 1), most) - lens
+    lens += tl.where(tl.cumsum(next_equal, 0) <= capacity - tl.sum(lens), next_equal, 0)
+    tl.store(draft_lens + requests, lens, mask=is_request)
+
+
+@triton.jit
+def _count_reaching(survival_bits, threshold, MAX_DRAFT: tl.constexpr):
+    """Per request, the tokens whose survival is at least the threshold."""
+    count = (survival_bits[0] >= threshold).to(tl.int32)
+    for depth in tl.static_range(1, MAX_DRAFT):
+        count += (survival_bits[depth] >= threshold).to(tl.int32)
+    return count
