@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +34,7 @@ BATCHES = [2**power for power in range(13)]
 DEPTHS = [1, 2, 4, 6, 8, 16]
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/selection.json"
+TIMED = ["tetris_sglang/selection", "benchmarks/bench_selection.py"]
 
 
 def main(
@@ -181,7 +182,7 @@ def name_cpu() -> str:
     return names[0] if names else platform.machine()
 
 
-def name_commit() -> str | None:
+def name_commit(timed: Sequence[str] = TIMED) -> str | None:
     """The checkout's commit, `-dirty` if what is timed differs from it; None outside a checkout."""
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run(
@@ -189,7 +190,6 @@ def name_commit() -> str | None:
     )
     if head.returncode != 0:
         return None
-    timed = ["tetris_sglang/selection", "benchmarks/bench_selection.py"]
     clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *timed], check=False).returncode == 0
     return head.stdout.strip() + ("" if clean else "-dirty")
 

@@ -124,6 +124,13 @@ class Settings:
     live_servers: int
     phase_times: bool
     seed: int
+    draft_shape: str = ""
+    server_flags: str = ""
+
+    @property
+    def one_by_one(self) -> bool:
+        """Servers follow one another instead of taking turns: no interleaving, nothing is frozen."""
+        return self.live_servers == 1
 
     def num_prompts(self, concurrency: int) -> int:
         """Several waves: in a single one the batch only shrinks, and a run measures its slowest request."""
@@ -144,7 +151,9 @@ class Settings:
 
 
 def group_arms(arms: Sequence[Arm], live_servers: int) -> list[list[Arm]]:
-    """Split into groups of at most `live_servers`, each with the reference."""
+    """Split into groups of at most `live_servers`, each with the reference; one group if they follow one another."""
+    if live_servers == 1:
+        return [list(arms)]
     reference, *others = arms
     size = live_servers - 1
     return [[reference, *others[i : i + size]] for i in range(0, len(others), size)] or [[reference]]
@@ -177,7 +186,8 @@ class ResultsFile:
             self._take_over(json.loads(path.read_text()), described)
 
     def _take_over(self, earlier: Results, described: dict[str, Any]) -> None:
-        changed = [name for name, value in described.items() if earlier["settings"].get(name) != value]
+        # "": a setting that did not exist when the earlier run was made.
+        changed = [name for name, value in described.items() if earlier["settings"].get(name, "") != value]
         if changed:
             details = ", ".join(f"{name}={earlier['settings'].get(name)!r}" for name in changed)
             raise ValueError(
@@ -200,6 +210,9 @@ class ResultsFile:
     def has_round(self, key: tuple) -> bool:
         return any(round_key(sample) == key for sample in self.results["samples"])
 
+    def has_sample(self, arm: Arm, key: tuple) -> bool:
+        return any((s["arm"], round_key(s)) == (arm.name, key) for s in self.results["samples"])
+
     def add(self, sample: serving_report.Sample) -> None:
         self.results["samples"].append(sample)
         self.write()
@@ -218,6 +231,7 @@ class ResultsFile:
 def collect_provenance() -> dict[str, Any]:
     """Where and how the figures were taken."""
     return {
+        "gpu": read_gpu_model(),
         "cpu": read_cpu_model(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -238,6 +252,14 @@ def read_cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         if name.strip() in ("model name", "Model"):
             return value.strip()
     return platform.machine()
+
+
+def read_gpu_model() -> str | None:
+    try:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def describe_commit() -> str:
@@ -263,6 +285,7 @@ class LiveServer:
     process: ServerProcess
     records_folder: Path
     """Where SGLang writes one JSON line of meta_info per finished request (--export-metrics-to-file)."""
+    is_frozen_between_runs: bool
 
     def read_records(self) -> list[dict[str, Any]]:
         lines: list[str] = []
@@ -291,6 +314,14 @@ def read_prompts(path: Path) -> list[str]:
         prompt = json.loads(line)
         kinds.setdefault(prompt.get("kind", ""), []).append(prompt["text"])
     return [text for in_turn in zip(*kinds.values(), strict=False) for text in in_turn]
+
+
+def extend_prompts(texts: Sequence[str], count: int) -> list[str]:
+    """At least `count` texts: those given, and again from a later word on, so that none is another's prefix."""
+    extended = list(texts)
+    for lap in range(1, -(-count // len(texts))):
+        extended += [text.split(" ", lap)[-1] for text in texts]
+    return extended
 
 
 def take_prompts(texts: Sequence[str], count: int, repeat: int) -> list[str]:
@@ -380,7 +411,7 @@ def measure(
             raise RunFailed(f"{result['completed']} of {len(texts)} requests completed: {reason[-300:]}")
         records = server.wait_for_records(num_records + len(texts))[num_records:]
     finally:
-        if process.is_running:
+        if process.is_running and server.is_frozen_between_runs:
             process.pause()
     counts = count_drafts(records)
     return {
@@ -414,13 +445,9 @@ class Bench:
         self, settings: Settings, file: ResultsFile, target: Path, draft: Path, prompts: Path, folder: Path
     ):
         self.settings, self.file, self.target, self.draft, self.folder = settings, file, target, draft, folder
-        self.texts = read_prompts(prompts)
-        needed = max(map(settings.num_prompts, settings.concurrency))
-        if len(self.texts) < needed:
-            raise ValueError(
-                f"{prompts} holds {len(self.texts)} prompts and {needed} are needed: lower --prompts or "
-                "--concurrency"
-            )
+        self.texts = extend_prompts(
+            read_prompts(prompts), max(map(settings.num_prompts, settings.concurrency))
+        )
 
     def server_arguments(self, arm: Arm, records_folder: Path) -> list[str]:
         return [
@@ -432,15 +459,19 @@ class Bench:
             ),
             *("--dtype", self.settings.dtype, "--random-seed", str(self.settings.seed)),
             *("--export-metrics-to-file", "--export-metrics-to-file-dir", str(records_folder)),
+            *shlex.split(self.settings.server_flags),
             *arm.flags(self.draft, self.settings.phase_times),
         ]
 
     def run(self, groups: Sequence[Sequence[Arm]]) -> None:
         settings, file = self.settings, self.file
-        file.drop_incomplete(groups)
         rounds = list(product(range(settings.repeats), settings.temperature, settings.concurrency))
         total = sum(len(group) for group in groups) * len(rounds)
         with tqdm(total=total, unit="run", smoothing=0.1) as bar:
+            if settings.one_by_one:
+                self._run_one_by_one(groups[0], rounds, bar)
+                return
+            file.drop_incomplete(groups)
             for number, group in enumerate(groups):
                 missing = []
                 for repeat, temperature, concurrency in rounds:
@@ -451,12 +482,25 @@ class Bench:
                 if missing:
                     self._run_group(number, group, missing, bar)
 
+    def _run_one_by_one(self, arms: Sequence[Arm], rounds: Sequence[tuple], bar: tqdm) -> None:
+        for arm in arms:
+            missing = [
+                (repeat, temperature, concurrency)
+                for repeat, temperature, concurrency in rounds
+                if not self.file.has_sample(arm, (0, temperature, concurrency, repeat))
+            ]
+            bar.update(len(rounds) - len(missing))
+            if missing and arm.name not in self.file.results["unavailable"]:
+                self._run_group(0, [arm], missing, bar)
+            else:
+                bar.update(len(missing))
+
     def _run_group(self, number: int, group: Sequence[Arm], rounds: Sequence[tuple], bar: tqdm) -> None:
         with contextlib.ExitStack() as stack:
             available = [arm for arm in group if arm.name not in self.file.results["unavailable"]]
             bar.set_description(f"group {number + 1}: starting {len(available)} servers")
             servers = self._start(available, stack)
-            if group[0] not in servers:
+            if group[0].family == REFERENCE and group[0] not in servers:
                 raise RunFailed(f"no reference: {self.file.results['unavailable'][group[0].name]}")
             for repeat, temperature, concurrency in rounds:
                 for arm in order_arms(group, repeat):
@@ -487,7 +531,7 @@ class Bench:
         self.file.add({"group": number, "repeat": repeat, **sample})
 
     def _start(self, group: Sequence[Arm], stack: contextlib.ExitStack) -> dict[Arm, LiveServer]:
-        """Start all servers of a group, two at a time, and freeze each once it is warm."""
+        """Start all servers of a group, two at a time, and freeze each once it is warm; a single one is not frozen."""
         check_memory(len(group))
         servers = [self._prepare(arm) for arm in group]
         for server in servers:
@@ -495,7 +539,8 @@ class Bench:
 
         def warm_up(process: ServerProcess) -> None:
             generate(process.url, self.texts[:4], concurrency=4, max_new_tokens=16)
-            process.pause()
+            if not self.settings.one_by_one:
+                process.pause()
 
         failures = start_all([server.process for server in servers], warm_up)
         for server, failure in zip(servers, failures, strict=True):
@@ -510,7 +555,7 @@ class Bench:
             self.folder / f"{arm.name.replace(' ', '-')}.log",
             start_timeout_s=START_TIMEOUT_S,
         )
-        return LiveServer(arm, process, records_folder)
+        return LiveServer(arm, process, records_folder, is_frozen_between_runs=not self.settings.one_by_one)
 
 
 def last_words(message: str) -> str:
@@ -529,7 +574,7 @@ def check_memory(num_servers: int, meminfo: Path = Path("/proc/meminfo")) -> Non
     if available_gib < num_servers * SERVER_GIB:
         raise ValueError(
             f"--live-servers {num_servers}: {num_servers} servers take {num_servers * SERVER_GIB:.1f} GiB, "
-            f"{available_gib:.1f} GiB are available. Lower it (2 is the least)."
+            f"{available_gib:.1f} GiB are available. Lower it (1: one server after the other)."
         )
 
 
@@ -577,9 +622,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
     families = tuple(chosen["arms"].split(","))
     if unknown := [family for family in families if family not in FAMILIES]:
         raise ValueError(f"--arms: no such arm {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
-    if chosen["live_servers"] < 2:
-        raise ValueError("--live-servers: at least 2, the reference and one other")
-    for name in ("repeats", "output_len", "prompts", "num_steps"):
+    for name in ("repeats", "output_len", "prompts", "num_steps", "live_servers"):
         if chosen[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} {chosen[name]}: give a number above 0")
     if chosen["output_len"] < 4:
@@ -600,6 +643,8 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         live_servers=chosen["live_servers"],
         phase_times=chosen["phase_times"],
         seed=chosen["seed"],
+        draft_shape=chosen.get("draft_shape", ""),
+        server_flags=chosen.get("server_flags", ""),
     )
 
 
@@ -645,7 +690,15 @@ def main(
         str, typer.Option(help="Of both models. SGLang's own choice, float16 here, is slow on most CPUs.")
     ] = "float32",
     pair: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = PAIR,
-    live_servers: Annotated[int, typer.Option(help=f"Servers up at once, {SERVER_GIB} GiB each.")] = 4,
+    draft_shape: Annotated[str, typer.Option(help="Inflate the draft, too.")] = "",
+    server_flags: Annotated[str, typer.Option(help="More flags for every server, as one argument.")] = "",
+    live_servers: Annotated[
+        int,
+        typer.Option(
+            help=f"Servers up at once, {SERVER_GIB} GiB each. 1: one after the other, for a GPU that holds one; then "
+            "a drift of the machine's speed shows as a difference between arms."
+        ),
+    ] = 4,
     phase_times: Annotated[
         bool, typer.Option(help="Time the phases of TETRIS's steps: some ten clock readings per step.")
     ] = True,
@@ -670,8 +723,10 @@ def main(
         from inflate_model import ensure_inflated
 
         with _terminated_as_interrupt(), tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
-            target = ensure_inflated(pair / "target", settings.shape)
-            bench = Bench(settings, file, target, pair / "draft", pair / "prompts.jsonl", Path(folder))
+            target, draft = ensure_inflated(pair / "target", settings.shape, dtype), pair / "draft"
+            if settings.draft_shape:
+                draft = ensure_inflated(draft, settings.draft_shape, dtype)
+            bench = Bench(settings, file, target, draft, pair / "prompts.jsonl", Path(folder))
             arguments = bench_serving_arguments("URL", Path("PROMPTS"), 4, settings, 1, 0.0, Path("FILE"))
             console.print(
                 f"load: python -m sglang.bench_serving {shlex.join(arguments)}",
@@ -679,7 +734,7 @@ def main(
                 highlight=False,
             )
             for arm in arm_list:
-                flags = shlex.join(arm.flags(pair / "draft", settings.phase_times))
+                flags = shlex.join(arm.flags(draft, settings.phase_times))
                 console.print(f"{arm.name}: {flags}", soft_wrap=True, highlight=False)
             bench.run(groups)
     except (ValueError, RunFailed) as error:

@@ -345,7 +345,7 @@ def render_markdown(results: Results) -> str:
         "# Serving comparison",
         "",
         (
-            f"{provenance['cpu']}, {provenance['cores']} cores; SGLang {provenance['sglang']}, torch "
+            f"{_machine(provenance)}; SGLang {provenance['sglang']}, torch "
             f"{provenance['torch']}, tetris-sglang {provenance['tetris_sglang']} at {provenance['commit']}; "
             f"{provenance['date']}; target shape `{settings['shape']}`, {settings['dtype']}, "
             f"{settings['output_len']} output tokens, {settings['repeats']} interleaved repeats, "
@@ -375,6 +375,11 @@ def render_markdown(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _machine(provenance: dict[str, Any]) -> str:
+    parts = provenance.get("gpu"), provenance["cpu"], f"{provenance['cores']} cores"
+    return ", ".join(part for part in parts if part)
+
+
 # -- plot ----------------------------------------------------------------------------------------------------
 
 
@@ -397,9 +402,7 @@ def plot(results: Results, path: Path) -> None:
         _plot_phases(right, [c for c in here if c.phase_ms])
         left.set_title(f"output throughput, temperature {temperature:g}")
     provenance = results["provenance"]
-    figure.suptitle(
-        f"{provenance['cpu']}, {provenance['cores']} cores, shape {results['settings']['shape']}", fontsize=9
-    )
+    figure.suptitle(f"{_machine(provenance)}, shape {results['settings']['shape']}", fontsize=9)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -253,6 +253,7 @@ def test_every_group_has_the_reference_and_every_arm_is_in_one_group():
     assert all(group[0] == arms[0] and len(group) <= 4 for group in groups)
     assert [arm for group in groups for arm in group[1:]] == arms[1:]
     assert bench.group_arms(arms[:1], live_servers=4) == [arms[:1]]
+    assert bench.group_arms(arms, live_servers=1) == [arms]
 
 
 def test_order_is_a_permutation_that_changes_from_repeat_to_repeat():
@@ -271,7 +272,7 @@ def test_order_is_a_permutation_that_changes_from_repeat_to_repeat():
         ({"k": "1,x"}, "--k '1,x'"),
         ({"k": "0"}, "--k '0'"),
         ({"temperature": "-1"}, "--temperature '-1'"),
-        ({"live_servers": 1}, "--live-servers"),
+        ({"live_servers": 0}, "--live-servers 0"),
         ({"concurrency": "none"}, "--concurrency 'none'"),
         ({"num_steps": 0}, "--num-steps 0"),
         ({"repeats": 0}, "--repeats 0"),
@@ -327,6 +328,60 @@ def test_resume_refuses_other_settings(interrupted):
     other = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none", output_len=32)
     with pytest.raises(ValueError, match="output_len=64"):
         bench.ResultsFile(path, other, arms, resume=True)
+
+
+def test_resume_accepts_results_from_before_a_setting_existed(interrupted):
+    path, settings, arms = interrupted
+    results = json.loads(path.read_text())
+    del results["settings"]["server_flags"]
+    path.write_text(json.dumps(results))
+    assert len(bench.ResultsFile(path, settings, arms, resume=True).results["samples"]) == 3
+    flagged = make_settings(
+        arms="none,tetris", k="4", extra="2", capacity_tokens="none", server_flags="--dtype x"
+    )
+    with pytest.raises(ValueError, match="server_flags=None"):
+        bench.ResultsFile(path, flagged, arms, resume=True)
+
+
+class Recorder:
+    """Takes the place of servers: every run of every arm that starts is noted."""
+
+    def __init__(self, monkeypatch, fails: str = ""):
+        self.started, self.frozen = [], []
+        monkeypatch.setattr(bench, "check_memory", lambda count: None)
+        monkeypatch.setattr(bench, "start_all", self.start_all)
+        monkeypatch.setattr(bench, "measure", self.measure)
+        self.fails = fails
+
+    def start_all(self, processes, warm_up):
+        self.started.append(len(processes))
+        return [None] * len(processes)
+
+    def measure(self, server, texts, settings, concurrency, temperature):
+        self.frozen.append(server.is_frozen_between_runs)
+        if server.arm.name == self.fails:
+            raise bench.RunFailed("it went away")
+        return make_sample(server.arm.name, tokens_per_s=1, concurrency=concurrency)
+
+
+@pytest.mark.parametrize("fails", ["", "standalone k=4"])
+def test_one_server_after_the_other_takes_its_own_missing_rounds(tmp_path, monkeypatch, fails):
+    settings = make_settings(k="4", extra="2", capacity_tokens="none", live_servers=1, repeats=1)
+    arms = settings.build_arms()
+    file = bench.ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
+    file.add(make_sample("none", tokens_per_s=1, concurrency=1))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"text": "some words"}))
+    recorder = Recorder(monkeypatch, fails)
+    run = bench.Bench(settings, file, Path("target"), Path("draft"), prompts, tmp_path)
+    run.run(bench.group_arms(arms, settings.live_servers))
+    assert recorder.started == [1, 1, 1] and not any(recorder.frozen)
+    taken = [(s["arm"], s["concurrency"]) for s in file.results["samples"]]
+    expected = [("none", 1), ("none", 16)] + [(arm.name, c) for arm in arms[1:] for c in (1, 16)]
+    assert taken == [pair for pair in expected if pair[0] != fails]
+    assert list(file.results["unavailable"]) == ([fails] if fails else [])
+    # All of them are compared, though no two servers were up together.
+    assert {cell.arm for cell in report.build_cells(file.results["samples"])} == {arm for arm, _ in taken}
 
 
 def test_without_resume_earlier_samples_are_dropped(interrupted):
@@ -390,6 +445,14 @@ def test_every_repeat_takes_other_prompts_of_every_kind(tmp_path):
     repeats = [bench.take_prompts(texts, 3, repeat) for repeat in range(5)]
     assert repeats[0] == ["code 0", "prose 0", "chat 0"] and repeats[1] == ["code 1", "prose 1", "chat 1"]
     assert sorted(chain(*repeats[:4])) == sorted(texts) and repeats[4] == repeats[0]
+
+
+def test_prompts_that_run_out_begin_again_a_word_later():
+    texts = ["one two three", "four five six"]
+    extended = bench.extend_prompts(texts, 5)
+    assert extended[:2] == texts and len(extended) == 6
+    assert extended[2:] == ["two three", "five six", "three", "six"]
+    assert bench.extend_prompts(texts, 2) == texts
 
 
 def test_the_dataset_is_one_that_sglang_bench_serving_reads(tmp_path):

@@ -14,7 +14,7 @@ activate()  # as SGLang does, before its modules are imported
 from tetris_sglang.runtime import inventory
 from tetris_sglang.runtime.draft import _most_likely, make_draft_input
 from tetris_sglang.runtime.logits import adjust_logits
-from tetris_sglang.runtime.operations import get_operations
+from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.phases import PhaseTimer
 
 
@@ -31,6 +31,18 @@ def test_selection_fills_its_capacity_whatever_the_draft_thinks(selection):
     for capacity in (1, 4, 8, 9):
         draft_lens = get_operations("cpu", selection).select(probs, capacity)
         assert draft_lens.sum() == capacity
+
+
+def test_warming_up_runs_every_operation_for_every_power_of_two():
+    batches = []
+    operations = get_operations("cpu", "tetris")
+
+    def select(probs, capacity_tokens):
+        batches.append((*probs.shape, capacity_tokens))
+        return operations.select(probs, capacity_tokens)
+
+    warm_up(operations._replace(select=select), 20, 3, torch.zeros(21, 16, dtype=torch.int32))
+    assert batches == [(size, 3, size) for size in (1, 2, 4, 8, 16, 20)]
 
 
 def test_most_likely_token_and_its_probability_at_the_requests_temperature():

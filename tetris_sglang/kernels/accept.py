@@ -1,5 +1,7 @@
 """Ragged acceptance, and the packed target tokens back in their grid, in one launch."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -54,7 +56,8 @@ def accept_rows(
         target_tokens=torch.empty_like(candidates),
     )
     if batch > 0:
-        accept_kernel[(triton.cdiv(batch, _BLOCK_REQUESTS),)](
+        programs, width_block = _plan_launch(batch, width)
+        accept_kernel[(programs,)](
             target_tokens,
             qo_indptr,
             candidates,
@@ -63,9 +66,14 @@ def accept_rows(
             batch,
             width,
             BLOCK=_BLOCK_REQUESTS,
-            WIDTH_BLOCK=triton.next_power_of_2(width),
+            WIDTH_BLOCK=width_block,
         )
     return accepted
+
+
+@functools.cache  # on the path of every step
+def _plan_launch(batch: int, width: int) -> tuple[int, int]:
+    return triton.cdiv(batch, _BLOCK_REQUESTS), triton.next_power_of_2(width)
 
 
 @triton.jit(do_not_specialize=["batch", "width"])

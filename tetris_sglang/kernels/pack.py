@@ -1,5 +1,7 @@
 """Laying out the tokens to verify, and looking up their slots, in one launch."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -69,11 +71,7 @@ def pack_rows(
         for name, given, like in zip(PackedTokens._fields, out, needed, strict=True):
             check_tensor(f"out.{name}", given, tuple(like.shape), (like.dtype,), draft_lens)
 
-    width_block = triton.next_power_of_2(width)
-    programs = max(
-        triton.cdiv(batch + 1, _BLOCK_REQUESTS),  # + 1: qo_indptr's last entry
-        triton.cdiv(num_tokens, _BLOCK_REQUESTS * width_block),  # each also fills a stretch of surplus rows
-    )
+    programs, whole_batch, width_block = _plan_launch(batch, width, num_tokens)
     pack_kernel[(programs,)](
         draft_lens,
         candidates,
@@ -86,11 +84,22 @@ def pack_rows(
         req_to_token.shape[1],
         num_tokens,
         padding_slot,
-        WHOLE_BATCH=triton.next_power_of_2(batch),
+        WHOLE_BATCH=whole_batch,
         BLOCK=_BLOCK_REQUESTS,
         WIDTH_BLOCK=width_block,
     )
     return out
+
+
+@functools.cache  # on the path of every step
+def _plan_launch(batch: int, width: int, num_tokens: int) -> tuple[int, int, int]:
+    whole_batch = max(256, triton.next_power_of_2(batch))  # from 256: few variants to compile
+    width_block = triton.next_power_of_2(width)
+    programs = max(
+        triton.cdiv(batch + 1, _BLOCK_REQUESTS),  # + 1: qo_indptr's last entry
+        triton.cdiv(num_tokens, _BLOCK_REQUESTS * width_block),  # each also fills a stretch of surplus rows
+    )
+    return programs, whole_batch, width_block
 
 
 @triton.jit(do_not_specialize=["batch", "width", "max_context", "num_tokens", "padding_slot"])

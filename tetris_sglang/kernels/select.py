@@ -1,19 +1,20 @@
 """Survival and TETRIS's selection in one launch."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tetris_sglang.kernels.checks import INT32, INTEGERS, check_device, check_tensor
-from tetris_sglang.selection import select_prefixes, survival_from_probs
+from tetris_sglang.selection import SMALLEST_SURVIVAL, select_prefixes, survival_from_probs
 
 # One program keeps the whole batch in registers: at most 64 survivals for each of its at most 512 threads
 # (1024 threads get half the registers each, and some spill).
 LARGEST_BATCH_TOKENS = 2**15
 LARGEST_MAX_DRAFT = 64
 
-_SMALLEST_SURVIVAL = torch.finfo(torch.float32).tiny
 _SMALLEST_SURVIVAL_BITS = tl.constexpr(0x00800000)
 
 
@@ -69,7 +70,7 @@ def select_drafts(draft_probs: Tensor, capacity_tokens: int | Tensor, out: Tenso
     if draft_probs.numel() == 0:
         return draft_lens.zero_()
     if not fits_one_launch(batch, max_draft):
-        survival = survival_from_probs(draft_probs).clamp_(min=_SMALLEST_SURVIVAL)
+        survival = survival_from_probs(draft_probs).clamp_(min=SMALLEST_SURVIVAL)
         return draft_lens.copy_(select_prefixes(survival, capacity_tokens))
     block, num_warps = plan_launch(batch, max_draft)
     select_kernel[(1,)](
@@ -92,6 +93,7 @@ def fits_one_launch(batch: int, max_draft: int) -> bool:
     return block * max_draft <= LARGEST_BATCH_TOKENS and max_draft <= LARGEST_MAX_DRAFT
 
 
+@functools.cache  # on the path of every step
 def plan_launch(batch: int, max_draft: int) -> tuple[int, int]:
     """The program's requests (a power of two) and warps: about 16 survivals per thread, none without."""
     block = max(32, triton.next_power_of_2(batch))

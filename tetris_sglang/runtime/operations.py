@@ -14,11 +14,7 @@ from tetris_sglang.kernels.reference import (
     accept_rows_reference,
     pack_rows_reference,
 )
-from tetris_sglang.selection import Selector, get_selector, survival_from_probs
-
-# Selection must fill its capacity, so that the host knows the number of verified tokens without a sync: a survival
-# that underflows to 0 is still selectable, after every other.
-_SMALLEST_SURVIVAL = torch.finfo(torch.float32).tiny
+from tetris_sglang.selection import SMALLEST_SURVIVAL, Selector, get_selector, survival_from_probs
 
 
 class Operations(NamedTuple):
@@ -28,6 +24,27 @@ class Operations(NamedTuple):
     """As kernels.pack.pack_rows."""
     accept: Callable[..., AcceptedTokens]
     """As kernels.accept.accept_rows."""
+
+
+def warm_up(operations: Operations, max_batch_size: int, num_steps: int, req_to_token: Tensor) -> None:
+    """Run every operation once for each power of two up to the largest batch: Triton compiles for each.
+
+    Args:
+        req_to_token: SGLang's table; only read.
+    """
+    device = req_to_token.device
+    for exponent in range(max(1, max_batch_size - 1).bit_length() + 1):
+        batch_size = min(2**exponent, max_batch_size)
+        capacity_tokens = batch_size
+        probs = torch.full((batch_size, num_steps), 0.5, device=device)
+        candidates = torch.zeros((batch_size, num_steps + 1), dtype=torch.int64, device=device)
+        seq_lens = torch.ones(batch_size, dtype=torch.int64, device=device)
+        rows = torch.zeros_like(seq_lens)
+        draft_lens = operations.select(probs, capacity_tokens)
+        packed = operations.pack(
+            draft_lens, candidates, seq_lens, req_to_token, rows, batch_size + capacity_tokens
+        )
+        operations.accept(packed.input_ids, packed.qo_indptr, candidates, seq_lens)
 
 
 def get_operations(device: str, selection: str) -> Operations:
@@ -49,6 +66,6 @@ def get_operations(device: str, selection: str) -> Operations:
 
 def _select_by_survival(selector: Selector) -> Callable[[Tensor, int], Tensor]:
     def select(draft_probs: Tensor, capacity_tokens: int) -> Tensor:
-        return selector(survival_from_probs(draft_probs).clamp_(min=_SMALLEST_SURVIVAL), capacity_tokens)
+        return selector(survival_from_probs(draft_probs).clamp_(min=SMALLEST_SURVIVAL), capacity_tokens)
 
     return select

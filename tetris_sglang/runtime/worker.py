@@ -18,7 +18,7 @@ from tetris_sglang.config import TetrisConfig
 from tetris_sglang.runtime.draft import TetrisDraftWorker, make_draft_input
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.metrics import StepMetrics
-from tetris_sglang.runtime.operations import get_operations
+from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.phases import PhaseTimer
 from tetris_sglang.runtime.verify import compute_logprobs, forward_target, graph_tier, sample_target
 
@@ -68,6 +68,12 @@ class TetrisWorker(BaseSpecWorker):
             draft.draft_attn_backend,
             draft.draft_extend_attn_backend or draft.draft_runner.attn_backend,
         )
+
+    def init_cuda_graphs(self) -> None:
+        super().init_cuda_graphs()
+        if self.device == "cuda":
+            pool = self._target_worker.model_runner.req_to_token_pool
+            warm_up(self._operations, pool.size, self.speculative_num_steps, pool.req_to_token)
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
         """Run one scheduler iteration: a prefill, or one draft-select-verify step."""

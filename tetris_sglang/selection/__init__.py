@@ -8,9 +8,10 @@ from torch import Tensor
 from tetris_sglang.selection.baselines import select_oracle, select_random, select_uniform
 from tetris_sglang.selection.batched import select_prefixes
 from tetris_sglang.selection.reference import select_prefixes_reference
-from tetris_sglang.selection.survival import survival_from_probs
+from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_probs
 
 __all__ = [
+    "SMALLEST_SURVIVAL",
     "Selector",
     "get_selector",
     "select_oracle",

@@ -1,6 +1,11 @@
 """How likely each draft token is to be accepted, with everything before it."""
 
+import torch
 from torch import Tensor
+
+# Selection must fill its capacity, so that the host knows the number of verified tokens without a sync: serving lifts
+# survivals to this, so that one that underflows to 0 is still selectable, after every other.
+SMALLEST_SURVIVAL = torch.finfo(torch.float32).tiny
 
 
 def survival_from_probs(draft_probs: Tensor) -> Tensor:

@@ -1,0 +1,97 @@
+"""Compiled, not interpreted: for Hopper, on any machine, for Triton brings its own ptxas."""
+
+import os
+import re
+import subprocess
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs the compiler, which TRITON_INTERPRET=1 turns off", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tetris_sglang.kernels.accept import accept_kernel
+from tetris_sglang.kernels.pack import pack_kernel
+from tetris_sglang.kernels.select import plan_launch, select_drafts, select_kernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def compile_for_hopper(
+    kernel, types: dict[str, str], constants: dict[str, object], num_warps: int = 4
+) -> bytes:
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    assert set(kernel.arg_names) == set(types) | set(constants)
+    source = ASTSource(kernel, signature, constants)
+    cubin = triton.compile(source, target=HOPPER, options={"num_warps": num_warps}).asm["cubin"]
+    assert cubin[:4] == b"\x7fELF"
+    return cubin
+
+
+def count_stack_bytes(cubin: bytes, folder) -> int:
+    (folder / "kernel.cubin").write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(folder / "kernel.cubin")]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def test_a_tensor_on_the_cpu_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="need CUDA tensors, got cpu; on a CPU use the torch versions"):
+        select_drafts(torch.ones(2, 3), 1)
+
+
+@pytest.mark.parametrize("batch, max_draft", [(1, 2), (256, 8), (4096, 8), (512, 64)])
+def test_selection_compiles_and_stays_in_registers(batch, max_draft, tmp_path):
+    block, num_warps = plan_launch(batch, max_draft)
+    on_device = batch == 256
+    cubin = compile_for_hopper(
+        select_kernel,
+        {
+            "draft_probs": "*fp32",
+            "capacity_tokens": "*i64" if on_device else "i32",
+            "draft_lens": "*i32",
+            "batch": "i32",
+        },
+        {
+            "MAX_DRAFT": max_draft,
+            "DEPTH_BITS": max_draft.bit_length(),
+            "BLOCK": block,
+            "CAPACITY_ON_DEVICE": on_device,
+        },
+        num_warps,
+    )
+    assert count_stack_bytes(cubin, tmp_path) == 0
+
+
+@pytest.mark.parametrize("batch, width_block", [(1, 1), (4096, 16)])
+def test_packing_compiles(batch, width_block):
+    pointers = dict.fromkeys(("draft_lens", "req_to_token", "verify_lens", "qo_indptr"), "*i32")
+    pointers |= dict.fromkeys(("candidates", "seq_lens", "req_pool_indices"), "*i64")
+    pointers |= dict.fromkeys(
+        ("packed_requests", "packed_columns", "positions", "input_ids", "slots"), "*i64"
+    )
+    integers = dict.fromkeys(("batch", "width", "max_context", "num_tokens", "padding_slot"), "i32")
+    compile_for_hopper(
+        pack_kernel,
+        pointers | integers,
+        {"WHOLE_BATCH": max(256, batch), "BLOCK": 16, "WIDTH_BLOCK": width_block},
+    )
+
+
+@pytest.mark.parametrize("token_type, width_block", [("*i32", 1), ("*i64", 16)])
+def test_acceptance_compiles(token_type, width_block):
+    pointers = dict.fromkeys(("qo_indptr", "accept_lens"), "*i32") | {"packed_tokens": token_type}
+    wide = ("candidates", "seq_lens", "bonus_tokens", "last_tokens", "new_seq_lens", "target_tokens")
+    pointers |= dict.fromkeys(wide, "*i64")
+    compile_for_hopper(
+        accept_kernel, pointers | {"batch": "i32", "width": "i32"}, {"BLOCK": 16, "WIDTH_BLOCK": width_block}
+    )

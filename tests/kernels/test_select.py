@@ -1,0 +1,150 @@
+"""Fused survival and selection: the torch functions' own choice, ties and rounding included."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.batches import DEVICE, on_device
+from tetris_sglang.kernels import select
+from tetris_sglang.kernels.select import select_drafts
+from tetris_sglang.selection import select_prefixes, survival_from_probs
+
+TINY = torch.finfo(torch.float32).tiny
+ODD_VALUES = [0.0, -0.0, 1.0, math.nan, math.inf, -1.0, 1.5, TINY, 2.0**-149, 0.5, 0.5]
+
+
+def expected_lens(draft_probs: Tensor, capacity_tokens: int) -> list[int]:
+    survival = survival_from_probs(draft_probs).clamp_min(TINY)
+    return select_prefixes(survival, capacity_tokens).tolist()
+
+
+def assert_selects_as_torch(draft_probs: Tensor, capacities: list[int]) -> None:
+    """Also with the capacity on the device, and filling it."""
+    (on_it,) = on_device(draft_probs)
+    for number, capacity in enumerate(capacities):
+        dtype = (None, torch.int64, torch.int32)[number % 3]
+        tokens = capacity if dtype is None else torch.tensor(capacity, dtype=dtype, device=DEVICE)
+        draft_lens = select_drafts(on_it, tokens)
+        assert draft_lens.dtype == torch.int32 and draft_lens.device.type == DEVICE.type
+        assert draft_lens.tolist() == expected_lens(draft_probs, capacity), f"capacity {capacity}"
+        assert int(draft_lens.sum()) == min(capacity, draft_probs.numel())
+
+
+def test_docstring_example():
+    (draft_probs,) = on_device(torch.tensor([[0.9, 0.9], [0.5, 0.2]]))
+    assert select_drafts(draft_probs, 3).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("batch, max_draft", [(1, 1), (1, 9), (7, 2), (33, 6), (257, 3), (64, 10)])
+@pytest.mark.parametrize("levels", [2, 5, None])
+def test_equals_torch(batch, max_draft, levels):
+    """Many ties at few levels (0 and 1 among them); without levels hardly any."""
+    generator = torch.Generator().manual_seed(batch * max_draft)
+    if levels is None:
+        probs = torch.rand(batch, max_draft, generator=generator)
+    else:
+        probs = torch.randint(0, levels + 1, (batch, max_draft), generator=generator) / levels
+    total = batch * max_draft
+    assert_selects_as_torch(probs, [0, 1, batch // 2, 2 * batch, total // 2, total + 5])
+
+
+@pytest.mark.parametrize("batch, max_draft", [(20, 16), (3, 64)])
+def test_equals_torch_at_large_depths(batch, max_draft):
+    probs = 0.9 + 0.1 * torch.rand(batch, max_draft, generator=torch.Generator().manual_seed(max_draft))
+    assert_selects_as_torch(probs, [batch * max_draft // 2])
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_equals_torch_on_odd_values(data):
+    batch, max_draft = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    values = st.sampled_from(ODD_VALUES) | st.floats(width=32)
+    chain = st.lists(values, min_size=max_draft, max_size=max_draft)
+    probs = torch.tensor(data.draw(st.lists(chain, min_size=batch, max_size=batch)), dtype=torch.float32)
+    assert_selects_as_torch(probs, [data.draw(st.integers(0, batch * max_draft + 2))])
+
+
+def test_rounds_products_as_torch_does():
+    """The same factors in other orders: whole chains are equal but for the rounding of their products."""
+    generator = torch.Generator().manual_seed(0)
+    factors = 0.7 + 0.3 * torch.rand(8, generator=generator)
+    orders = torch.stack([torch.randperm(8, generator=generator) for _ in range(200)])
+    probs = factors[orders]
+    # The case is worth its name: rounding every product to float32 would rank the deepest tokens otherwise.
+    exact, rounded = survival_from_probs(probs)[:, -1], torch.ones(200)
+    for depth in range(8):
+        rounded = rounded * probs[:, depth]
+    assert rounded.argsort(stable=True).tolist() != exact.argsort(stable=True).tolist()
+    assert_selects_as_torch(probs, [200, 777, 1399, 1450, 1500, 1599])
+
+
+def test_an_underflowing_survival_still_fills_the_capacity():
+    probs = torch.full((5, 9), 1e-30)
+    assert expected_lens(probs, 30) == [6] * 5
+    assert_selects_as_torch(probs, [4, 11, 30, 43])
+
+
+def test_a_negative_capacity_on_the_device_selects_nothing():
+    draft_lens = select_drafts(torch.ones(3, 2, device=DEVICE), torch.tensor(-4, device=DEVICE))
+    assert draft_lens.tolist() == [0, 0, 0]
+
+
+def test_a_capacity_beyond_int32_selects_everything():
+    capacity = torch.tensor(2**40, device=DEVICE)
+    assert select_drafts(torch.ones(3, 2, device=DEVICE), capacity).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_empty_batch_or_no_drafts(shape):
+    assert select_drafts(torch.ones(shape, device=DEVICE), 5).tolist() == [0] * shape[0]
+
+
+def test_writes_into_out_and_nowhere_else():
+    whole = torch.full((8,), -7, dtype=torch.int32, device=DEVICE)
+    out = whole[1:6]
+    assert select_drafts(torch.ones(5, 3, device=DEVICE), 7, out=out) is out
+    assert whole.tolist() == [-7, 2, 2, 1, 1, 1, -7, -7]
+
+
+@pytest.mark.parametrize("batch, max_draft", [(2049, 16), (2, 65), (600, 40)])
+def test_what_exceeds_the_registers_goes_through_torch(batch, max_draft, monkeypatch):
+    monkeypatch.setattr(select, "select_kernel", None)  # any use raises
+    generator = torch.Generator().manual_seed(batch)
+    # Exact products: torch on CUDA rounds others in another order.
+    levels = torch.tensor([0.0, 0.25, 0.5, 1.0])
+    probs = levels[torch.randint(0, 4, (batch, max_draft), generator=generator)]
+    assert_selects_as_torch(probs, [0, batch, batch * max_draft])
+    out = torch.empty(batch, dtype=torch.int32, device=DEVICE)
+    assert select_drafts(probs.to(DEVICE), batch, out=out) is out
+    assert out.tolist() == expected_lens(probs, batch)
+
+
+@pytest.mark.parametrize("max_draft", [1, 2, 8, 16, 64])
+def test_no_launch_holds_more_survivals_per_thread_than_registers(max_draft):
+    for power in range(13):
+        block, num_warps = select.plan_launch(2**power, max_draft)
+        if select.fits_one_launch(2**power, max_draft):
+            assert block % (32 * num_warps) == 0
+            assert block * max_draft <= 64 * 32 * num_warps
+
+
+def test_bad_input_is_named():
+    probs = torch.ones(2, 3, device=DEVICE)
+    for bad, message in [
+        (torch.ones(3), r"draft_probs must be \[batch, max_draft\]"),
+        (torch.ones(2, 3, dtype=torch.float64), r"draft_probs must be torch.float32 \[2, 3\]"),
+        (torch.ones(3, 2).t(), "draft_probs must be contiguous"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            select_drafts(bad.to(DEVICE), 1)
+    with pytest.raises(ValueError, match="capacity_tokens must be >= 0, got -1"):
+        select_drafts(probs, -1)
+    for bad in (torch.tensor([3]), torch.tensor(3.0), torch.tensor(True)):
+        with pytest.raises(ValueError, match=r"capacity_tokens must be torch.int32 or torch.int64 \[\]"):
+            select_drafts(probs, bad.to(DEVICE))
+    with pytest.raises(ValueError, match=r"out must be torch.int32 \[2\]"):
+        select_drafts(probs, 1, out=torch.empty(2, dtype=torch.int64, device=DEVICE))

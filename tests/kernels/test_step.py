@@ -1,0 +1,84 @@
+"""The three kernels in a row, as a decode step runs them, and captured in a CUDA graph."""
+
+import torch
+from torch import Tensor
+
+from tests.kernels.batches import DEVICE, Batch, assert_equal, needs_cuda, on_device
+from tetris_sglang.kernels.accept import accept_rows
+from tetris_sglang.kernels.pack import pack_rows
+from tetris_sglang.kernels.reference import (
+    AcceptedTokens,
+    PackedTokens,
+    accept_rows_reference,
+    pack_rows_reference,
+)
+from tetris_sglang.kernels.select import select_drafts
+from tetris_sglang.selection import select_prefixes, survival_from_probs
+
+BATCH, WIDTH, NUM_TOKENS = 37, 6, 144  # room for a capacity of 107
+
+
+def run_step(probs: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
+    """The target's token after t is 3 - t."""
+    draft_lens = select_drafts(probs, capacity)
+    packed = pack_rows(draft_lens, *case[:-1], NUM_TOKENS)
+    return packed, accept_rows(3 - packed.input_ids, packed.qo_indptr, case.candidates, case.seq_lens)
+
+
+def run_step_in_torch(probs: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
+    survival = survival_from_probs(probs).clamp_min(torch.finfo(torch.float32).tiny)
+    packed = pack_rows_reference(select_prefixes(survival, capacity), *case[:-1], NUM_TOKENS)
+    return packed, accept_rows_reference(
+        3 - packed.input_ids, packed.qo_indptr, case.candidates, case.seq_lens
+    )
+
+
+def random_step(seed: int) -> tuple[Tensor, Tensor, Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.rand(BATCH, WIDTH - 1, generator=generator)
+    capacity = torch.randint(0, NUM_TOKENS - BATCH + 1, (), generator=generator)
+    case = Batch.random(BATCH, WIDTH, seed)
+    alternating = 1 + (case.candidates[:, :1] + torch.arange(WIDTH)) % 2  # what the target would say
+    candidates = torch.where(
+        torch.rand(BATCH, WIDTH, generator=generator) < 0.8, alternating, case.candidates
+    )
+    return probs, capacity, case._replace(candidates=candidates)
+
+
+def assert_step_equals_torch(outcome: tuple[PackedTokens, AcceptedTokens], step: tuple) -> None:
+    for actual, expected in zip(outcome, run_step_in_torch(*step), strict=True):
+        assert_equal(actual, expected)
+
+
+def test_a_step_equals_torch():
+    accepted_drafts = set()
+    for seed in range(3):
+        probs, capacity, case = random_step(seed)
+        outcome = run_step(*on_device(probs, capacity), Batch(*on_device(*case)))
+        assert_step_equals_torch(outcome, (probs, capacity, case))
+        accepted_drafts |= set(outcome[1].accept_lens.tolist())
+    assert {0, 1, 2} <= accepted_drafts
+
+
+@needs_cuda
+def test_a_step_runs_in_a_cuda_graph_without_a_sync():
+    """Captured once, replayed on other batches of the same size, with other capacities."""
+    probs, capacity, case = random_step(0)
+    static = [*on_device(probs, capacity, *case)]
+    step = (static[0], static[1], Batch(*static[2:]))
+    run_step(*step)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            outcome = run_step(*step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seed in range(1, 6):
+        probs, capacity, case = random_step(seed)
+        for buffer, values in zip(static, (probs, capacity, *case), strict=True):
+            buffer.copy_(values)
+        graph.replay()
+        assert_step_equals_torch(outcome, (probs, capacity, case))
+    assert outcome[0].slots.device.type == DEVICE.type
