@@ -19,12 +19,13 @@ from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 from torch import Tensor
 
 from tetris_sglang.kernels.attention_plan import PlanLayout, max_work_items, plan_prefill
+from tetris_sglang.kernels.tree_mask import pack_tree_mask
 
 logger = logging.getLogger(__name__)
 
 
 class VerifyPlan:
-    """A FlashInfer wrapper for `num_rows` query rows of `num_requests` requests, chains, page size 1.
+    """A FlashInfer wrapper for `num_rows` query rows of `num_requests` requests, page size 1.
 
     Args:
         workspace: uint8, FlashInfer's float workspace; may be shared between plans.
@@ -32,6 +33,8 @@ class VerifyPlan:
         num_qo_heads, num_kv_heads, head_dim: of the model on this rank.
         q_dtype, kv_dtype: torch dtypes.
         on_device: plan on the device where that can be shown to equal FlashInfer's plan.
+        packed_mask: [bytes] uint8 for the masks of trees, rewritten before every pass; may be shared between plans. None:
+            chains, which are causal without a mask.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class VerifyPlan:
         q_dtype: torch.dtype,
         kv_dtype: torch.dtype,
         on_device: bool,
+        packed_mask: Tensor | None = None,
     ) -> None:
         device = workspace.device
         self.num_requests, self.num_rows = num_requests, num_rows
@@ -60,7 +64,10 @@ class VerifyPlan:
         self._last_page_len = torch.ones(num_requests, dtype=torch.int32, device=device)
         self.qo_indptr = torch.zeros(num_requests + 1, dtype=torch.int32, device=device)
         self.kv_indptr = torch.zeros(num_requests + 1, dtype=torch.int32, device=device)
-        self._index = torch.arange(num_requests, device=device)
+        self._packed_mask = packed_mask
+        self._mask_indptr = torch.zeros_like(self.qo_indptr)
+        # With these two FlashInfer reads a mask, whatever plan() is told.
+        mask_buffers = {"custom_mask_buf": packed_mask, "mask_indptr_buf": self._mask_indptr}
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(
             workspace,
             "NHD",
@@ -70,6 +77,7 @@ class VerifyPlan:
             paged_kv_indptr_buf=self.kv_indptr,
             paged_kv_indices_buf=kv_indices,
             paged_kv_last_page_len_buf=self._last_page_len,
+            **(mask_buffers if packed_mask is not None else {}),
         )
         self._layout: PlanLayout | None = None
 
@@ -99,6 +107,15 @@ class VerifyPlan:
         torch.cumsum(rows, 0, dtype=torch.int32, out=self.qo_indptr[1:])
         torch.cumsum(lengths, 0, dtype=torch.int32, out=self.kv_indptr[1:])
 
+    def set_trees(self, ancestors: Tensor) -> None:
+        """Write the mask of the lengths last set.
+
+        Args:
+            ancestors: [batch, width, width] bool, see kernels.tree_mask.
+        Sync: none.
+        """
+        pack_tree_mask(ancestors, self.qo_indptr, self.kv_indptr, self._packed_mask, self._mask_indptr)
+
     def capture(self) -> None:
         """Make the first plan, for lengths that sum to `num_rows`; the graph is captured with it."""
         self.wrapper.plan(
@@ -107,7 +124,7 @@ class VerifyPlan:
             self._kv_indices,
             self._last_page_len,
             *self._geometry,
-            causal=True,
+            causal=self._packed_mask is None,
             **self._dtypes,
         )
         if self.on_device and (reason := self._why_not_on_device()):
@@ -146,7 +163,7 @@ class VerifyPlan:
             self._kv_indices[:0],  # in place already
             self._last_page_len,
             *self._geometry,
-            causal=True,
+            causal=self._packed_mask is None,
             **self._dtypes,
             qo_indptr_host=qo_indptr,
             kv_indptr_host=kv_indptr,

@@ -1,0 +1,119 @@
+"""FlashInfer's packed custom mask for ragged trees, from lengths that only the device knows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tetris_sglang.kernels.checks import INT32, check_device, check_tensor
+
+# Programs per request; each strides over the request's bytes, so that no length is needed on the host.
+_STRIPES = 16
+_BLOCK_BYTES = 64
+
+
+def pack_tree_mask(
+    ancestors: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, packed: Tensor, mask_indptr: Tensor
+) -> None:
+    """Write which keys each verified node may see: its request's committed tokens, its ancestors and itself.
+
+    The mask of a request is a [rows, kv_len] matrix of bits in row-major order, the lowest bit of a byte first; each
+    request begins at a byte of its own (FlashInfer 0.7.2, quantization.segment_packbits with bitorder "little").
+
+    Args:
+        ancestors: [batch, width, width] bool; [r, i, j]: node j is node i or an ancestor of it. Nodes are listed so that a
+            request's verified nodes are its first ones.
+        qo_indptr, kv_indptr: [requests + 1] int32, requests >= batch. A request's last rows keys are its verified nodes.
+            Requests from `batch` on are padding: each of their rows sees every key.
+        packed: [bytes] uint8, written; at least sum(ceil(rows * kv_len / 8)) (not checked: that would need a sync; what
+            lies beyond is left out).
+        mask_indptr: [requests + 1] int32, written: where each request's bytes begin.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    Sync: none; CUDA-graph safe.
+    """
+    check_device(ancestors)
+    if ancestors.ndim != 3 or ancestors.shape[1] != ancestors.shape[2]:
+        raise ValueError(f"ancestors must be [batch, width, width], got {list(ancestors.shape)}")
+    batch, width, _ = ancestors.shape
+    requests = qo_indptr.shape[0] - 1
+    if requests < max(1, batch):
+        raise ValueError(f"qo_indptr holds {requests} requests, ancestors {batch}")
+    check_tensor("ancestors", ancestors, (batch, width, width), (torch.bool,), ancestors)
+    for name, tensor in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("mask_indptr", mask_indptr)):
+        check_tensor(name, tensor, (requests + 1,), INT32, ancestors)
+    check_tensor("packed", packed, (packed.shape[0],), (torch.uint8,), ancestors)
+
+    num_bytes = (qo_indptr.diff() * kv_indptr.diff() + 7) // 8
+    mask_indptr[:1].zero_()
+    torch.cumsum(num_bytes, 0, dtype=torch.int32, out=mask_indptr[1:])
+    tree_mask_kernel[(requests, _STRIPES)](
+        ancestors.view(torch.uint8),
+        qo_indptr,
+        kv_indptr,
+        mask_indptr,
+        packed,
+        packed.shape[0],
+        batch,
+        width,
+        STRIPES=_STRIPES,
+        BLOCK_BYTES=_BLOCK_BYTES,
+    )
+
+
+def pack_tree_mask_reference(ancestors: Tensor, rows: list[int], kv_lens: list[int]) -> list[int]:
+    """The packed bytes of all requests, in plain Python."""
+    packed = []
+    for request, (num_rows, kv_len) in enumerate(zip(rows, kv_lens, strict=True)):
+        bits = [
+            request >= len(ancestors)
+            or key < kv_len - num_rows
+            or bool(ancestors[request, row, key - (kv_len - num_rows)])
+            for row in range(num_rows)
+            for key in range(kv_len)
+        ]
+        for start in range(0, len(bits), 8):
+            packed.append(sum(bit << place for place, bit in enumerate(bits[start : start + 8])))
+    return packed
+
+
+@triton.jit(do_not_specialize=["num_packed", "batch", "width"])
+def tree_mask_kernel(
+    ancestors,
+    qo_indptr,
+    kv_indptr,
+    mask_indptr,
+    packed,
+    num_packed,
+    batch,
+    width,
+    STRIPES: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+):
+    request = tl.program_id(0)
+    rows = tl.load(qo_indptr + request + 1) - tl.load(qo_indptr + request)
+    kv_len = tl.load(kv_indptr + request + 1) - tl.load(kv_indptr + request)
+    first = tl.load(mask_indptr + request)
+    num_bytes = tl.load(mask_indptr + request + 1) - first
+    committed = kv_len - rows
+    is_real = request < batch
+    divisor = tl.maximum(kv_len, 1)
+
+    start = tl.program_id(1) * BLOCK_BYTES
+    places = tl.arange(0, 8)[None, :]
+    while start < num_bytes:
+        octets = start + tl.arange(0, BLOCK_BYTES)
+        bits = octets[:, None] * 8 + places
+        row, key = bits // divisor, bits % divisor
+        exists = bits < rows * kv_len
+        node = key - committed
+        in_tree = exists & is_real & (node >= 0) & (row < width) & (node < width)
+        cell = request.to(tl.int64) * width * width + row * width + node
+        seen = tl.load(ancestors + cell, mask=in_tree, other=0) != 0
+        visible = exists & ((node < 0) | (request >= batch) | seen)
+        value = tl.sum(visible.to(tl.int32) << places, axis=1)
+        write = (octets < num_bytes) & (first + octets < num_packed)
+        tl.store(packed + first + octets, value.to(tl.uint8), mask=write)
+        start += STRIPES * BLOCK_BYTES
