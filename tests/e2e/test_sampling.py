@@ -106,13 +106,13 @@ def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):
                 if "sglang.srt.managers.scheduler" not in sys.modules:
                     return
                 from tetris_sglang.acceptance import AcceptResult
-                from tetris_sglang.runtime import worker
+                from tetris_sglang.kernels import reference
 
                 def accept_everything(candidates, target_tokens, draft_lens):
                     bonus = target_tokens.gather(1, draft_lens.long().unsqueeze(1)).squeeze(1)
                     return AcceptResult(draft_lens, bonus)
 
-                worker.accept_chain = accept_everything
+                reference.accept_chain = accept_everything
             """
         )
     )
