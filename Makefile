@@ -1,6 +1,6 @@
 # `make` lists the targets. Everything is installed into .venv; nothing outside this folder is changed.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test bench check lint clean
+.PHONY: help env demo test bench check lint clean gpu-bundle gpu-dry-run gpu-check
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHON
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## install SGLang, this package and its tools into .venv; does nothing when up to date
 
@@ -33,6 +33,20 @@ check: env ## what is installed, and what would stop TETRIS from starting
 
 lint: env ## ruff
 	$(VENV)/bin/ruff check .
+
+gpu-bundle: env ## what an offline GPU host lacks, in build/gpu-bundle (docs/gpu.md)
+	./scripts/gpu/make_bundle.sh
+
+gpu-dry-run: env ## the CUDA path of real servers, without a GPU
+	$(VENV)/bin/python scripts/gpu/dry_run.py $(ARGS)
+
+# ARGS="--stages c,d --resume" chooses. With a bundle the host's own python3 runs, without one .venv.
+gpu-check: ## every check that needs a GPU, on a GPU host
+	@set -e; python=$(VENV)/bin/python; \
+	if [ -d build/gpu-bundle ]; then \
+		environment=$$(bash scripts/gpu/install_bundle.sh); eval "$$environment"; python=$${PYTHON:-python3}; \
+	fi; \
+	$$python scripts/gpu/check.py $(ARGS)
 
 clean: ## remove caches and logs; .venv stays (rm -rf .venv frees its 10 GB)
 	find . -name .git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

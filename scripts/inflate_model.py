@@ -26,6 +26,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -186,25 +187,26 @@ def _inflate_norm(small: _Small, shape: InflatedShape, name: str, is_added: bool
     return large
 
 
-def _shards(small: _Small, shape: InflatedShape, seed: int) -> Iterator[dict[str, Tensor]]:
-    """The large model, a layer at a time; the first shard holds embedding and final norm."""
-    embedding = small.tensor("model.embed_tokens.weight")
-    outer = {"model.embed_tokens.weight": torch.zeros(embedding.shape[0], shape.hidden)}
-    outer["model.embed_tokens.weight"][:, : small.hidden] = embedding
-    outer["model.norm.weight"] = _inflate_norm(small, shape, "model.norm.weight", False, seed)
-    if "lm_head.weight" in small and not small.config.get("tie_word_embeddings"):
-        head = small.tensor("lm_head.weight")
-        outer["lm_head.weight"] = _random("lm_head.weight", (head.shape[0], shape.hidden), seed)
-        outer["lm_head.weight"][:, : small.hidden] = head
-    yield outer
-    for index in range(shape.layers):
-        yield dict(_layer_tensors(small, shape, index, seed))
+def _outer_tensors(small: _Small, shape: InflatedShape, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Embedding, final norm and an untied head, float32."""
+    name = "model.embed_tokens.weight"
+    embedding = small.tensor(name)
+    large = torch.zeros(embedding.shape[0], shape.hidden)
+    large[:, : small.hidden] = embedding
+    yield name, large
+    yield "model.norm.weight", _inflate_norm(small, shape, "model.norm.weight", False, seed)
+    name = "lm_head.weight"
+    if name in small and not small.config.get("tie_word_embeddings"):
+        head = small.tensor(name)
+        large = _random(name, (head.shape[0], shape.hidden), seed)
+        large[:, : small.hidden] = head
+        yield name, large
 
 
 def inflate(
     small_folder: Path | str, out: Path | str, shape: InflatedShape, dtype: str = "float32", seed: int = 0
 ) -> None:
-    """Write the large model to `out`, holding about one layer in memory at a time.
+    """Write the large model to `out`, holding about one layer per processor core in memory at a time.
 
     Args:
         small_folder: a Hugging Face folder of a LlamaForCausalLM with safetensors weights.
@@ -225,14 +227,23 @@ def inflate(
     out.mkdir(parents=True, exist_ok=True)
 
     total_shards, weight_map, total_bytes = shape.layers + 1, {}, 0
-    for number, shard in enumerate(
-        tqdm(_shards(small, shape, seed), total=total_shards, desc="inflate", unit="layer"), 1
-    ):
-        file_name = f"model-{number:05d}-of-{total_shards:05d}.safetensors"
-        shard = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in shard.items()}
+
+    def write_shard(number: int) -> tuple[str, list[str], int]:
+        """The first holds what is outside the layers."""
+        named = (
+            _layer_tensors(small, shape, number - 1, seed) if number else _outer_tensors(small, shape, seed)
+        )
+        shard = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in named}
+        file_name = f"model-{number + 1:05d}-of-{total_shards:05d}.safetensors"
         save_file(shard, out / file_name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file_name)
-        total_bytes += sum(t.numel() * t.element_size() for t in shard.values())
+        return file_name, list(shard), sum(t.numel() * t.element_size() for t in shard.values())
+
+    # Drawing random numbers takes one core and most of the time.
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+        written = pool.map(write_shard, range(total_shards))
+        for file_name, names, num_bytes in tqdm(written, total=total_shards, desc="inflate", unit="layer"):
+            weight_map |= dict.fromkeys(names, file_name)
+            total_bytes += num_bytes
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 

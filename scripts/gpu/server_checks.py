@@ -1,0 +1,229 @@
+"""Stages d to f of check.py: real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stage_report import ON_NOOP_CUDA, PAIR, REPOSITORY, Report, log, recorded, run_child
+
+from tests.e2e.client import Client
+from tetris_sglang.server_process import ServerFailed, ServerProcess
+
+# Hopper's own FA3 is not in the bundle, and prefill graphs take a minute that no check needs.
+SERVER_FLAGS = (
+    "--dtype bfloat16 --attention-backend flashinfer --sampling-backend flashinfer --disable-prefill-cuda-graph "
+    "--random-seed 7"
+)
+# Stages e and f: an 8B-like target, its draft and the KV of 256 requests fit into 80 GB.
+LARGE_FLAGS = f"{SERVER_FLAGS} --cuda-graph-bs-decode 1 2 4 8 16 32 64 128 256 --max-total-tokens 73728"
+TARGET_SHAPE = os.environ.get("GPU_CHECK_TARGET", "llama-8b")
+DRAFT_SHAPE = os.environ.get("GPU_CHECK_DRAFT", "llama-1b")
+
+# -- d: servers ----------------------------------------------------------------------------------------------
+
+
+def tetris_flags(draft: Path) -> list[str]:
+    flags = (
+        "--speculative-algorithm TETRIS --speculative-num-steps 5 --speculative-tetris-capacity-per-request 3 "
+        "--speculative-tetris-phase-times true"
+    )
+    return [*flags.split(), "--speculative-draft-model-path", str(draft)]
+
+
+def standalone_flags(draft: Path) -> list[str]:
+    flags = (
+        "--speculative-algorithm STANDALONE --speculative-num-steps 3 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 4"
+    )
+    return [*flags.split(), "--speculative-draft-model-path", str(draft)]
+
+
+def check_server(report: Report) -> None:
+    """TETRIS and no speculation side by side on the shipped pair."""
+    flags = (
+        f"{SERVER_FLAGS} --mem-fraction-static 0.3 --max-total-tokens 65536 --max-running-requests 64 "
+        "--cuda-graph-bs-decode 1 2 4 8 16 32 64 --enable-metrics"
+    )
+    common = ["--model-path", str(PAIR / "target"), *flags.split()]
+    prompts = [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+
+    def serve(name: str, flags: Sequence[str], stack: contextlib.ExitStack) -> Client:
+        log_path = report.path.parent / f"d-{name}.log"
+        log(f"starting {name}: {log_path}")
+        server = stack.enter_context(ServerProcess([*common, *flags], log_path, start_timeout_s=300))
+        report.record(f"{name}_start_s", server.start_seconds)
+        return Client(server.url, log_path)
+
+    with contextlib.ExitStack() as outer:
+        plain = serve("plain", [], outer)
+        parameters = {"max_new_tokens": 64, "return_logprob": True, "top_logprobs_num": 2}
+        expected = plain.generate_all(prompts, concurrency=32, **parameters)
+        for plan in ("device", "host", "eager"):  # every way to plan the verify pass (runtime/cuda/)
+            with recorded(report, f"a server with {plan} plans"), contextlib.ExitStack() as inner:
+                flags = [*tetris_flags(PAIR / "draft"), "--speculative-tetris-verify-plan", plan]
+                tetris = serve(f"tetris-{plan}", flags, inner)
+                _check_greedy(
+                    report, plan, expected, tetris.generate_all(prompts, concurrency=32, max_new_tokens=64)
+                )
+                if plan == "device":
+                    _check_sampled(report, plain, tetris, prompts[3])
+                    _check_metrics(report, tetris, prompts[:32])
+                report.record(
+                    f"{plan}_phase_ms", {k: v for k, v in tetris.tetris_state().items() if k.endswith("_ms")}
+                )
+
+
+def _check_greedy(report: Report, plan: str, expected: Sequence[dict], actual: Sequence[dict]) -> None:
+    """Texts are equal, or part at a near-tie of the target: passes of different shapes round differently."""
+    gaps = []
+    for want, got in zip(expected, actual, strict=True):
+        position = first_difference(want["output_ids"], got["output_ids"])
+        if position is not None:
+            first, second = (top[0] for top in want["meta_info"]["output_top_logprobs"][position][:2])
+            gaps.append(first - second)
+    count, largest = len(expected), max(gaps, default=0.0)
+    report.record(f"{plan}_greedy", {"prompts": count, "identical": count - len(gaps), "gaps": gaps})
+    what = f"{plan} plans: most greedy outputs are those without speculation"
+    report.expect(what, len(gaps) <= count // 3, f"{len(gaps)} of {count} differ")
+    what = f"{plan} plans: they part at near-ties only"
+    report.expect(what, largest < 0.15, f"largest log-probability gap {largest:.3f}")
+    accepted, selected = (
+        sum(o["meta_info"].get(f"spec_num_{name}_drafts", 0) for o in actual)
+        for name in ("correct", "selected")
+    )
+    report.expect(
+        f"{plan} plans: drafts are accepted", accepted > 0.3 * selected > 0, f"{accepted} of {selected}"
+    )
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first position at which two outputs differ; None where the shorter one is the other's beginning."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
+
+
+def _check_sampled(report: Report, plain, tetris, prompt: str, samples: int = 1000) -> None:
+    """The same distribution of every one of the first tokens, by a chi-square test of the two servers' counts."""
+    import numpy
+    from scipy.stats import chi2_contingency
+
+    outputs = [
+        client.generate_all(
+            [prompt] * samples, concurrency=64, max_new_tokens=6, temperature=1.0, ignore_eos=True
+        )
+        for client in (plain, tetris)
+    ]
+    for position in range(6):
+        counts = [Counter(o["output_ids"][position] for o in answers) for answers in outputs]
+        total = counts[0] + counts[1]
+        common = [token for token, count in total.items() if count >= 20]
+        table = [[c[t] for t in common] + [samples - sum(c[t] for t in common)] for c in counts]
+        table = [column for column in zip(*table, strict=True) if sum(column)]
+        p = chi2_contingency(numpy.array(table).T).pvalue if len(table) > 1 else 1.0
+        report.expect(f"sampled token {position} is distributed alike", p > 1e-4, f"p = {p:.3g}")
+
+
+def _check_metrics(report: Report, client, prompts: Sequence[str]) -> None:
+    names = {name: f"sglang:tetris_{name}_tokens_total" for name in ("drafted", "selected", "accepted")}
+
+    def read() -> tuple[dict, dict]:
+        return client.tetris_state(), {name: client.metric(metric) for name, metric in names.items()}
+
+    client.generate_all(list(prompts[:1]), max_new_tokens=8)
+    state_before, metrics_before = read()
+    client.generate_all(list(prompts), concurrency=16, max_new_tokens=32, ignore_eos=True)
+    state, metrics = read()
+    grown = {key: state[key] - state_before[key] for key in state if not key.endswith("_ms")}
+    report.record("counters", grown)
+    for name in names:
+        report.expect(
+            f"Prometheus and /server_info agree on {name} tokens",
+            round(metrics[name] - metrics_before[name]) == grown[f"{name}_tokens"],
+            grown[f"{name}_tokens"],
+        )
+    least = grown["num_requests"] + grown["selected_tokens"]
+    report.expect(
+        "rows are at least roots and selected drafts", grown["verified_rows"] >= least, grown["verified_rows"]
+    )
+
+
+# -- e: throughput -------------------------------------------------------------------------------------------
+
+
+def check_throughput(report: Report) -> None:
+    """bench_serving.py on the inflated pair, one server at a time; it resumes by itself."""
+    if ON_NOOP_CUDA:
+        raise RuntimeError("there is no speed on the no-op CUDA")
+    results = report.path.parent / "serving.json"
+    options = (
+        f"--resume --shape {TARGET_SHAPE} --draft-shape {DRAFT_SHAPE} --dtype bfloat16 --live-servers 1 --repeats 1 "
+        "--arms none,standalone,tetris --k 1,2,3,4,5 --extra 2 --capacity-tokens 64,256 --num-steps 5 "
+        "--concurrency 1,4,16,64,256 --temperature 0 --output-len 64 --prompts 8"
+    )
+    command = [
+        *(sys.executable, str(REPOSITORY / "benchmarks" / "bench_serving.py"), *options.split()),
+        *("--out", str(results), "--server-flags", LARGE_FLAGS),
+    ]
+    finished = run_child([*command, *os.environ.get("GPU_CHECK_BENCH", "").split()])
+    report.expect("bench_serving.py", finished.returncode == 0)
+    if report.expect("there are results", results.exists(), results):
+        measured = json.loads(results.read_text())
+        report.record("samples", len(measured["samples"]))
+        report.expect("every arm served", not measured["unavailable"], measured["unavailable"])
+
+
+# -- f: memory and graphs ------------------------------------------------------------------------------------
+
+_CAPTURE = re.compile(
+    r"Capture (?P<name>[\w ]+?) CUDA graph end\..*?elapsed=(?P<seconds>[\d.]+) s.*?mem usage=(?P<gib>[\d.]+) GB"
+)
+
+
+def parse_captures(log_text: str) -> list[dict[str, Any]]:
+    """What SGLang's log says of every kind of graph it captured."""
+    return [
+        {"graphs": found["name"], "seconds": float(found["seconds"]), "gib": float(found["gib"])}
+        for found in _CAPTURE.finditer(log_text)
+    ]
+
+
+def check_graphs(report: Report) -> None:
+    """Start-up, graph capture and memory of each algorithm on the inflated pair."""
+    from inflate_model import ensure_inflated
+
+    started_at = time.monotonic()
+    target = ensure_inflated(PAIR / "target", TARGET_SHAPE, "bfloat16")
+    draft = ensure_inflated(PAIR / "draft", DRAFT_SHAPE, "bfloat16")
+    log(f"inflated models: {time.monotonic() - started_at:.0f} s")
+    arms = {"none": [], "standalone": standalone_flags(draft), "tetris": tetris_flags(draft)}
+    common = ["--model-path", str(target), *LARGE_FLAGS.split(), "--max-running-requests", "256"]
+    for name, flags in arms.items():
+        path = report.path.parent / f"f-{name}.log"
+        log(f"starting {name}: {path}")
+        server = ServerProcess([*common, *flags], path, start_timeout_s=240)
+        try:
+            with server:
+                captures = parse_captures(path.read_text(errors="replace"))
+                figures = {"start_s": server.start_seconds, "device_mib": read_device_memory()}
+                report.record(name, figures | {"captures": captures})
+                report.expect(f"{name} captured graphs", bool(captures), captures)
+        except ServerFailed as error:
+            report.expect(f"{name} starts", False, str(error)[-500:])
+
+
+def read_device_memory() -> int | None:
+    """MiB in use on the device."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0])
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+        return None
