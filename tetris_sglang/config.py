@@ -18,7 +18,7 @@ ENV_PREFIX = "SGLANG_TETRIS_"
 ARGUMENT_PREFIX = "speculative_tetris_"
 
 # Variables of ours that are no server settings.
-_NOT_SETTINGS = frozenset({"SGLANG_TETRIS_CACHE"})
+_NOT_SETTINGS = frozenset({"SGLANG_TETRIS_CACHE", "SGLANG_TETRIS_DRAFT_KIND"})
 
 MAX_NUM_STEPS = 64
 DEFAULT_NUM_STEPS = 6
@@ -51,6 +51,15 @@ SELECTION_RULES = ("tetris", "uniform", "random")
 def _parse_selection(text: str) -> str:
     if text not in SELECTION_RULES:
         raise ValueError(f"must be one of {', '.join(SELECTION_RULES)}")
+    return text
+
+
+DRAFTS = ("auto", "standalone", "eagle", "eagle3", "mtp", "ngram")
+
+
+def _parse_draft(text: str) -> str:
+    if text not in DRAFTS:
+        raise ValueError(f"must be one of {', '.join(DRAFTS)}")
     return text
 
 
@@ -117,6 +126,14 @@ SETTINGS: tuple[Setting, ...] = (
         "uniform (the same number per request) or random. The latter two are baselines for comparisons.",
     ),
     Setting(
+        "draft",
+        _parse_draft,
+        "KIND",
+        "TETRIS: what drafts: standalone (a model of its own), eagle, eagle3 (heads on the target's states), mtp (the target's "
+        "own prediction layers), ngram (no model: what followed before in the request's own text), or auto: found out "
+        "from the models; ngram without --speculative-draft-model-path. Default: auto.",
+    ),
+    Setting(
         "verify_plan",
         _parse_verify_plan,
         "PLAN",
@@ -150,6 +167,7 @@ class TetrisConfig:
     selection: str = "tetris"
     phase_times: bool = False
     verify_plan: str = "device"
+    draft: str = "auto"
 
     @classmethod
     def from_environment(cls, num_steps: int, environment: Mapping[str, str] = os.environ) -> TetrisConfig:

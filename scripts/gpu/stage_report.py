@@ -98,7 +98,7 @@ def collect_provenance() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "-C", str(REPOSITORY), "rev-parse", "--short=12", "HEAD"], check=False, capture_output=True, text=True
     )  # fmt: skip
-    query = ["nvidia-smi", "--query-gpu=name,driverversion", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         device = subprocess.run(query, check=False, capture_output=True, text=True).stdout.strip()
     except OSError:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from tetris_sglang.acceptance import accept_chain, sample_rows
+from tetris_sglang.acceptance import accept_chain, accept_tree, sample_rows
+from tetris_sglang.drafting import TreeGrower, make_grid
 from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
 
 VOCAB, MAX_DRAFT, HORIZON, REQUESTS = 5, 3, 3, 40_000
@@ -170,6 +171,10 @@ def p_value(draft, select, accept, seed=0):
     tokens, draft_lens = decode(draft, select, accept, seed)
     # Capacity really makes the batch ragged.
     assert len(draft_lens.unique()) > 1 or select is select_uniformly
+    return compare_with_target(tokens)
+
+
+def compare_with_target(tokens):
     per_root = TARGET[:, :, None, None] * TARGET[None, :, :, None] * TARGET[None, None, :, :]
     expected = per_root.flatten() * (REQUESTS / VOCAB)
     cells = torch.cat([ROOTS[:, None], tokens], dim=1) @ torch.tensor([VOCAB**3, VOCAB**2, VOCAB, 1])
@@ -225,3 +230,78 @@ def test_the_trap_in_numbers():
     standard_error = (0.9 * 0.1 / n) ** 0.5
     assert abs((by_rejection == 0).double().mean() - 0.95) < 4 * standard_error
     assert abs((by_own_draw == 0).double().mean() - 0.90) < 4 * standard_error
+
+
+# --- trees --------------------------------------------------------------------------------------------------
+
+BRANCHES, TREE_DEPTH, TREE_NODES = 2, 2, 5
+
+
+def draft_trees(roots):
+    """Two branches, two levels, of the draft's most likely tokens."""
+    best = DRAFT[roots].topk(BRANCHES, dim=1)
+    grower = TreeGrower(best.indices, best.values.float())
+    best = DRAFT[grower.frontier_tokens].topk(BRANCHES, dim=2)
+    grower.grow(best.indices, best.values.float())
+    return grower.finish(TREE_NODES)
+
+
+def accept_own_draws(grid, draft_lens, generator):
+    """What is tested: one draw of the target per verified column."""
+    tokens = grid.tokens
+    verified = torch.arange(tokens.shape[1]) <= draft_lens[:, None]
+    draws = torch.full_like(tokens, -1)
+    draws[verified] = sample_rows(TARGET[tokens][verified], uniforms(generator, int(verified.sum())))
+    return accept_tree(tokens, grid.shape.parents, draws, draft_lens, grid.max_depth), draws
+
+
+def accept_each_child_by_its_own_coin(grid, draft_lens, generator):
+    """Broken: a second child gets a chance of p(x) of its own, not renormalised by the first one's rejection."""
+    _, draws = accept_own_draws(grid, draft_lens, generator)
+    tokens, parents = grid.tokens, grid.shape.parents
+    coins = uniforms(generator, *tokens.shape)
+    p = TARGET[tokens.gather(1, parents)].gather(2, tokens[..., None])[..., 0]
+    columns = torch.arange(tokens.shape[1])
+    # Later siblings overwrite: their own coins decide, whatever was drawn.
+    for column in range(1, tokens.shape[1]):
+        is_taken = (coins[:, column] < p[:, column]) & (columns[column] <= draft_lens)
+        parent = parents[:, column, None]
+        current = draws.gather(1, parent)[:, 0]
+        draws.scatter_(1, parent, torch.where(is_taken, tokens[:, column], current)[:, None])
+    return accept_tree(tokens, parents, draws, draft_lens, grid.max_depth), draws
+
+
+def decode_trees(accept, capacity, seed):
+    generator = torch.Generator().manual_seed(seed)
+    output = torch.zeros(REQUESTS, HORIZON + TREE_DEPTH + 1, dtype=torch.int64)
+    output[:, 0] = ROOTS
+    emitted = torch.zeros(REQUESTS, dtype=torch.int64)
+    by_second_child = 0
+    while (emitted < HORIZON).any():
+        root = output.gather(1, emitted.clamp(max=HORIZON)[:, None])[:, 0]
+        proposal = draft_trees(root)
+        grid = make_grid(root, proposal, TREE_DEPTH, TREE_NODES + 1)
+        draft_lens = select_prefixes(proposal.scores, capacity)
+        accepted, draws = accept(grid, draft_lens, generator)
+        by_second_child += int(((accepted.path[:, 1] > 1) & (accepted.accept_lens > 0)).sum())
+        emits = draws.gather(1, accepted.path)
+        columns = torch.arange(TREE_DEPTH + 1)
+        new = (columns <= accepted.accept_lens[:, None]) & (emitted < HORIZON)[:, None]
+        positions = (emitted[:, None] + 1 + columns).clamp(max=output.shape[1] - 1)
+        rows = torch.arange(REQUESTS)[:, None].expand_as(positions)
+        output[rows[new], positions[new]] = emits[new]
+        emitted = emitted + new.sum(dim=1)
+    return output[:, 1 : HORIZON + 1], by_second_child
+
+
+@pytest.mark.parametrize("capacity", [REQUESTS // 2, 2 * REQUESTS, TREE_NODES * REQUESTS])
+def test_trees_are_exact(capacity):
+    tokens, by_second_child = decode_trees(accept_own_draws, capacity, seed=1)
+    # Branches matter: under a small capacity most requests verify one node at most.
+    assert by_second_child > (REQUESTS // 100 if capacity < REQUESTS else REQUESTS // 10)
+    assert compare_with_target(tokens) > HOLDS
+
+
+def test_broken_acceptance_of_trees_is_noticed():
+    tokens, _ = decode_trees(accept_each_child_by_its_own_coin, 2 * REQUESTS, seed=1)
+    assert compare_with_target(tokens) < REJECTED

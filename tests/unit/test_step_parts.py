@@ -12,10 +12,12 @@ from tetris_sglang.runtime.cpu.activate import activate
 activate()  # as SGLang does, before its modules are imported
 
 from tetris_sglang.runtime import inventory
-from tetris_sglang.runtime.draft import _most_likely, make_draft_input
+from tetris_sglang.drafting import Proposal, TreeShape, make_grid
+from tetris_sglang.runtime.draft import Window, align_right, make_draft_input, most_likely, read_window
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.phases import PhaseTimer
+from tetris_sglang.runtime.verify import _link_nodes, commit_paths
 
 
 def pack(draft_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,22 +47,81 @@ def test_warming_up_runs_every_operation_for_every_power_of_two():
     assert batches == [(size, 3, size) for size in (1, 2, 4, 8, 16, 20)]
 
 
-def test_most_likely_token_and_its_probability_at_the_requests_temperature():
+@pytest.mark.parametrize("count", [1, 3])
+def test_most_likely_tokens_and_their_probabilities_at_the_requests_temperature(count):
     logits = torch.randn(7, 100, generator=torch.Generator().manual_seed(0)) * 4
     temperatures = torch.tensor([[1.0], [0.3], [2.0], [1.0], [0.7], [5.0], [1.0]])
-    tokens, probs = _most_likely(logits, temperatures)
-    expected = torch.softmax(logits / temperatures, dim=-1).max(dim=-1)
+    tokens, probs = most_likely(logits, temperatures, count)
+    expected = torch.softmax(logits / temperatures, dim=-1).topk(count, dim=-1)
     assert tokens.tolist() == expected.indices.tolist()
     torch.testing.assert_close(probs, expected.values)
 
 
 def test_draft_input_survives_the_scheduler_filtering_and_merging_batches():
-    first = make_draft_input(torch.tensor([5, 6, 7]), torch.tensor([15, 16, 17], dtype=torch.int32))
-    second = make_draft_input(torch.tensor([8]), torch.tensor([18], dtype=torch.int32))
+    def make(tokens: list[list[int]], counts: list[int]):
+        tokens = torch.tensor(tokens)
+        states = tokens[:, :, None].float() + torch.tensor([0.0, 0.5])
+        return make_draft_input(Window(tokens, torch.tensor(counts), states), tokens[:, -1].int())
+
+    first = make([[1, 2, 3], [4, 5, 6], [7, 8, 9]], [3, 1, 2])
     first.filter_batch(torch.tensor([0, 2]))
-    first.merge_batch(second)
-    assert first.topk_index[:, 0].tolist() == [5, 7, 8]
-    assert first.bonus_tokens.tolist() == [15, 17, 18]
+    first.merge_batch(make([[10, 11, 12]], [1]))
+    window = read_window(first)
+    assert window.tokens.tolist() == [[1, 2, 3], [7, 8, 9], [10, 11, 12]]
+    assert window.counts.tolist() == [3, 2, 1]
+    assert window.hidden_states[:, :, 1].tolist() == [[1.5, 2.5, 3.5], [7.5, 8.5, 9.5], [10.5, 11.5, 12.5]]
+    assert first.bonus_tokens.tolist() == [3, 9, 12]
+
+
+def test_windows_are_aligned_to_their_ends():
+    values = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
+    aligned = align_right(values, torch.tensor([4, 1, 3]))
+    assert aligned[0].tolist() == [1, 2, 3, 4]
+    assert aligned[1, -1] == 5
+    assert aligned[2, 1:].tolist() == [9, 10, 11]
+    states = align_right(values[:, :, None].expand(-1, -1, 2), torch.tensor([2, 2, 2]))
+    assert states[:, 2:, 1].tolist() == [[1, 2], [5, 6], [9, 10]]
+
+
+# A tree of the root 0 and nodes 1..5, of which 2 and 4 hang below 1, and 5 below 4; column 6 holds nothing.
+TREE = TreeShape(torch.tensor([[0, 0, 1, 0, 1, 4]]), torch.tensor([[0, 1, 2, 1, 2, 3]]))
+PROPOSAL = Proposal(torch.tensor([[11, 12, 13, 14, 15]]), torch.tensor([[0.9, 0.8, 0.5, 0.4, 0.1]]), TREE)
+
+
+def test_a_trees_rows_take_their_depths_positions_and_their_columns_slots():
+    grid = make_grid(torch.tensor([10]), PROPOSAL, 3, 7)
+    req_to_token = torch.arange(100, 140).view(1, 40)
+    packed = get_operations("cpu", "tetris").pack_grid(
+        torch.tensor([4], dtype=torch.int32), grid, torch.tensor([20]), req_to_token, torch.tensor([0]), 5
+    )
+    assert packed.input_ids.tolist() == [10, 11, 12, 13, 14]
+    assert packed.positions.tolist() == [20, 21, 22, 21, 22]
+    assert packed.slots.tolist() == [120, 121, 122, 123, 124]
+
+
+def test_sglang_walks_the_links_of_a_tree():
+    grid = make_grid(torch.tensor([10]), PROPOSAL, 3, 7)
+    children, siblings = _link_nodes(grid.shape)
+    assert children.tolist() == [[1, 2, -1, -1, 5, -1, -1]]
+    assert siblings.tolist() == [[-1, 3, 4, -1, -1, -1, -1]]
+
+
+def test_accepted_nodes_move_to_their_depths():
+    class Pool:
+        def __init__(self):
+            self.values = torch.arange(40)
+
+        def move_kv_cache(self, target, source):
+            self.values[target] = self.values[source]
+
+    pool = Pool()
+    slots = torch.tensor([[30, 31, 32, 33, 34, 35, 36]])
+    # Columns 0, 1, 4, 5 were accepted; the path of another step ends after column 4.
+    commit_paths(pool, slots, torch.tensor([[0, 1, 4, 5]]), torch.tensor([3]))
+    assert pool.values[30:].tolist() == [30, 31, 34, 35, 34, 35, 36, 37, 38, 39]
+    pool = Pool()
+    commit_paths(pool, slots, torch.tensor([[0, 1, 4, 6]]), torch.tensor([2]))
+    assert pool.values[30:].tolist() == [30, 31, 34, 33, 34, 35, 36, 37, 38, 39]
 
 
 def _request(prompt_len: int, min_new_tokens: int, stop_token_ids=None):

@@ -2,5 +2,6 @@
 
 from tetris_sglang.acceptance.chain import AcceptResult, accept_chain
 from tetris_sglang.acceptance.sampling import sample_rows
+from tetris_sglang.acceptance.tree import TreeAcceptResult, accept_tree
 
-__all__ = ["AcceptResult", "accept_chain", "sample_rows"]
+__all__ = ["AcceptResult", "TreeAcceptResult", "accept_chain", "accept_tree", "sample_rows"]

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tetris_sglang.acceptance import accept_chain
+from tetris_sglang.acceptance import accept_chain, accept_tree
+from tetris_sglang.drafting import TreeShape
 
 
 class PackedTokens(NamedTuple):
@@ -39,7 +40,10 @@ class AcceptedTokens(NamedTuple):
     new_seq_lens: Tensor
     """[batch] dtype of seq_lens, seq_lens + accept_lens + 1."""
     target_tokens: Tensor
-    """[batch, width] int64, the target's tokens in the grid; 0 beyond a request's verified rows."""
+    """[batch, width] int64, the target's tokens in the grid, what is emitted first: chains as they stand (0 beyond a
+    request's verified rows), trees along the accepted path (anything beyond it)."""
+    path: Tensor | None = None
+    """[batch, max_depth + 1] int64, the grid columns of an accepted path, see `accept_tree`; None: chains."""
 
 
 def empty_packed_tokens(batch: int, num_tokens: int, device: torch.device) -> PackedTokens:
@@ -67,9 +71,12 @@ def pack_rows_reference(
     req_pool_indices: Tensor,
     num_tokens: int,
     padding_slot: int = 0,
+    depths: Tensor | None = None,
 ) -> PackedTokens:
     """`kernels.pack.pack_rows` in torch operations: same arguments, same result, surplus rows included.
 
+    Args:
+        depths: [batch, width] int64 of trees: a token's position is its depth after seq_lens, its slot still its column.
     Sync: none; CUDA-graph safe.
     """
     batch, device = draft_lens.shape[0], draft_lens.device
@@ -82,6 +89,8 @@ def pack_rows_reference(
     columns = (rows - qo_indptr[requests]).masked_fill_(surplus, 0)
     positions = (seq_lens[requests] + columns).to(torch.int64)
     slots = req_to_token[req_pool_indices[requests], positions].to(torch.int64)
+    if depths is not None:
+        positions = (seq_lens[requests] + depths[requests, columns]).to(torch.int64)
     return PackedTokens(
         requests=requests,
         columns=columns,
@@ -100,11 +109,7 @@ def accept_rows_reference(
 
     Sync: none; CUDA-graph safe.
     """
-    verify_lens = qo_indptr.diff()
-    columns = torch.arange(candidates.shape[1], device=candidates.device)
-    rows = (qo_indptr[:-1, None] + columns).clamp_(max=target_tokens.shape[0] - 1)
-    verified = columns < verify_lens[:, None]
-    grid = target_tokens[rows].to(torch.int64).masked_fill_(~verified, 0)
+    verify_lens, grid = _scatter_rows(target_tokens, qo_indptr, candidates.shape[1])
     accept_lens, bonus_tokens = accept_chain(candidates, grid, verify_lens - 1)
     return AcceptedTokens(
         accept_lens=accept_lens,
@@ -113,3 +118,41 @@ def accept_rows_reference(
         new_seq_lens=seq_lens + accept_lens + 1,
         target_tokens=grid,
     )
+
+
+def accept_tree_rows(
+    target_tokens: Tensor,
+    qo_indptr: Tensor,
+    candidates: Tensor,
+    seq_lens: Tensor,
+    shape: TreeShape,
+    max_depth: int,
+) -> AcceptedTokens:
+    """`accept_rows_reference` for trees.
+
+    Args:
+        max_depth: of any node.
+    Sync: none; CUDA-graph safe.
+    """
+    width = candidates.shape[1]
+    verify_lens, grid = _scatter_rows(target_tokens, qo_indptr, width)
+    accept_lens, bonus_tokens, path = accept_tree(candidates, shape.parents, grid, verify_lens - 1, max_depth)
+    last = path.gather(1, accept_lens.long()[:, None])
+    emitted = torch.nn.functional.pad(grid.gather(1, path), (0, width - path.shape[1]))
+    return AcceptedTokens(
+        accept_lens=accept_lens,
+        bonus_tokens=bonus_tokens,
+        last_tokens=candidates.gather(1, last).squeeze(1),
+        new_seq_lens=seq_lens + accept_lens + 1,
+        target_tokens=emitted,
+        path=path,
+    )
+
+
+def _scatter_rows(target_tokens: Tensor, qo_indptr: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """verify_lens [batch] int32, and the packed rows' tokens as a grid [batch, width] int64, 0 where nothing was verified."""
+    verify_lens = qo_indptr.diff()
+    columns = torch.arange(width, device=qo_indptr.device)
+    rows = (qo_indptr[:-1, None] + columns).clamp_(max=target_tokens.shape[0] - 1)
+    verified = columns < verify_lens[:, None]
+    return verify_lens, target_tokens[rows].to(torch.int64).masked_fill_(~verified, 0)

@@ -8,26 +8,38 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from tetris_sglang.runtime.arguments import ATTENTION_BACKENDS, resolve_server_args, validate_server_args
+from tetris_sglang.runtime.draft_kind import EAGLE3, HEADS, NGRAM, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
 
 NAME = "TETRIS"
 
 
 class TetrisAlgorithm(CustomSpecAlgo):
-    """Answers SGLang's questions as STANDALONE does, since the draft is a standalone model.
+    """Answers SGLang's questions as the built-in algorithm with the same kind of draft does.
+
+    N-grams count as STANDALONE without a draft model: SGLang's NGRAM is another worker with another relay.
 
     `need_topk`, `carries_draft_hidden_states` and `create_future_map` are missing from CustomSpecAlgo in 0.5.23 although
     the scheduler calls them (patches/README.md).
     """
 
     def is_standalone(self) -> bool:
-        return True
+        return not self.is_eagle()
+
+    def is_eagle(self) -> bool:
+        return current_kind() in HEADS
+
+    def is_eagle3(self) -> bool:
+        return current_kind() == EAGLE3
+
+    def has_draft_kv(self) -> bool:
+        return current_kind() != NGRAM
 
     def need_topk(self) -> bool:
         return True
 
     def carries_draft_hidden_states(self) -> bool:
-        return False
+        return self.is_eagle()
 
     def supports_grammar_overlap(self) -> bool:
         return True

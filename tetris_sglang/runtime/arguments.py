@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from tetris_sglang.config import DEFAULT_NUM_STEPS, SETTINGS, Setting, TetrisConfig, export_arguments
+from tetris_sglang.drafting import count_nodes
+from tetris_sglang.runtime import draft_kind
 from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
 
 # SGLang's own default for speculation (arg_groups/speculative_hook.py, _handle_eagle_family).
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
+MAX_TOPK = 16
 
 
 # -- flags and Engine arguments -----------------------------------------------------------------------------------
@@ -89,7 +92,6 @@ _NEUTRAL: dict[str, tuple] = {
     "tp_size": (None, 1),
     "dp_size": (None, 1),
     "attn_dp_size": (None, 1),
-    "speculative_eagle_topk": (None, 1),
     "speculative_accept_threshold_single": (None, 1.0),
     "speculative_accept_threshold_acc": (None, 1.0),
     "disaggregation_mode": (None, "null"),
@@ -103,11 +105,6 @@ _UNGUARDED = (
 )
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported(
-        "speculative_eagle_topk",
-        "--speculative-eagle-topk",
-        "draft trees are not implemented yet, only chains (1)",
-    ),
     Unsupported(
         "enable_lora", "--enable-lora", "LoRA adapters would apply to the target and not to the draft"
     ),
@@ -149,8 +146,11 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--speculative-accept-threshold-acc",
         "accepting below the target's probability is not exact",
     ),
-    Unsupported("speculative_token_map", "--speculative-token-map", "it belongs to EAGLE heads"),
-    Unsupported("enable_multi_layer_eagle", "--enable-multi-layer-eagle", "it belongs to EAGLE heads"),
+    Unsupported(
+        "enable_multi_layer_eagle",
+        "--enable-multi-layer-eagle",
+        "heads are drafted with one after the other, by the same layers",
+    ),
     Unsupported(
         "enable_hierarchical_cache",
         "--enable-hierarchical-cache",
@@ -186,19 +186,53 @@ def validate_server_args(args) -> None:
                 f"{item.reason}. Remove that flag, or choose another --speculative-algorithm."
             )
     num_steps = _resolve_num_steps(args)
-    TetrisConfig.from_environment(num_steps)
+    config = TetrisConfig.from_environment(num_steps)
     plan = os.environ.get("SGLANG_TETRIS_VERIFY_PLAN")
     if plan and (device == "cpu" or (args.attention_backend or "flashinfer") != "flashinfer"):
         raise ValueError(
             f"--speculative-tetris-verify-plan {plan}: it chooses how FlashInfer plans on a GPU, and this server runs on "
             f"{device} with another attention backend. Leave it out."
         )
-    if args.speculative_num_draft_tokens not in (None, num_steps + 1):
+    kind = _validate_models(args, config)
+    _validate_trees(args, num_steps, kind, device)
+    os.environ[draft_kind.VARIABLE] = kind
+
+
+def _validate_trees(args, num_steps: int, kind: str, device: str) -> None:
+    topk, num_draft_tokens = args.speculative_eagle_topk, args.speculative_num_draft_tokens
+    if topk is not None and not 1 <= topk <= MAX_TOPK:
         raise ValueError(
-            f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} contradicts --speculative-num-steps "
-            f"{num_steps}: a chain has num_steps + 1 = {num_steps + 1} tokens. Leave the former out."
+            f"--speculative-eagle-topk {topk}: TETRIS drafts chains (1) or trees of 2 to {MAX_TOPK} branches. Choose a value "
+            f"in that range."
         )
-    _validate_models(args)
+    if (topk or 1) == 1:
+        if num_draft_tokens not in (None, num_steps + 1):
+            raise ValueError(
+                f"--speculative-num-draft-tokens {num_draft_tokens} contradicts --speculative-num-steps {num_steps}: a chain "
+                f"has num_steps + 1 = {num_steps + 1} tokens. Leave the former out, or draft trees with "
+                f"--speculative-eagle-topk."
+            )
+        return
+    if device == "cuda":
+        raise ValueError(
+            f"--speculative-eagle-topk {topk}: on GPUs TETRIS verifies chains only, so far. Use --speculative-eagle-topk 1."
+        )
+    if (args.page_size or 1) != 1:
+        raise ValueError(
+            f"--page-size {args.page_size} does not work with --speculative-eagle-topk {topk} under TETRIS: branches of a tree "
+            f"would share pages. Use --page-size 1, or chains."
+        )
+    most = 1 + _count_nodes(num_steps, topk, kind)
+    if num_draft_tokens is not None and not num_steps + 1 <= num_draft_tokens <= most:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {num_draft_tokens}: a tree of --speculative-num-steps {num_steps} and "
+            f"--speculative-eagle-topk {topk} has at least {num_steps + 1} and at most {most} tokens, its root included. "
+            f"Choose a value in that range, or leave it out."
+        )
+
+
+def _count_nodes(num_steps: int, topk: int, kind: str) -> int:
+    return topk * num_steps if kind == draft_kind.NGRAM else count_nodes(num_steps, topk)
 
 
 def validate_device(device: str | None) -> str:
@@ -239,30 +273,39 @@ def _resolve_num_steps(args) -> int:
     return DEFAULT_NUM_STEPS if args.speculative_num_steps is None else int(args.speculative_num_steps)
 
 
-def _validate_models(args) -> None:
+def _validate_models(args, config: TetrisConfig) -> str:
+    """The kind of the draft, see `draft_kind.find_kind`."""
     draft_path = args.speculative_draft_model_path
-    if not draft_path:
-        raise ValueError(
-            "--speculative-draft-model-path is missing: TETRIS needs a draft model that shares the target's "
-            "vocabulary. Give the path or hub name of a smaller model of the same family."
-        )
     target = _load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
-    draft = _load_config(
-        draft_path,
-        "--speculative-draft-model-path",
-        args.trust_remote_code,
-        args.speculative_draft_model_revision,
-    )
-    if target.vocab_size != draft.vocab_size:
+    _validate_architecture("--model-path", args.model_path, target)
+    draft = None
+    if draft_path is not None:
+        draft = _load_config(
+            draft_path,
+            "--speculative-draft-model-path",
+            args.trust_remote_code,
+            args.speculative_draft_model_revision,
+        )
+        _validate_architecture("--speculative-draft-model-path", draft_path, draft)
+    kind = draft_kind.find_kind(config.draft, target, draft_path, draft)
+    if args.speculative_token_map is not None and kind != draft_kind.EAGLE:
+        raise ValueError(
+            f"--speculative-token-map {args.speculative_token_map}: it belongs to EAGLE heads, and this draft is {kind}. "
+            f"Leave it out."
+        )
+    if draft is not None and target.vocab_size != draft.vocab_size:
         raise ValueError(
             f"--speculative-draft-model-path {draft_path}: its vocabulary has {draft.vocab_size} tokens, that of "
             f"--model-path {args.model_path} has {target.vocab_size}. Choose a draft with the target's tokenizer."
         )
-    for flag, path, config in (
-        ("--model-path", args.model_path, target),
-        ("--speculative-draft-model-path", draft_path, draft),
+    if kind in draft_kind.HEADS and target.hidden_size != getattr(
+        draft, "target_hidden_size", draft.hidden_size if draft else target.hidden_size
     ):
-        _validate_architecture(flag, path, config)
+        raise ValueError(
+            f"--speculative-draft-model-path {draft_path}: this head reads hidden states of {draft.hidden_size} values, "
+            f"--model-path {args.model_path} has {target.hidden_size}. Choose a head trained for this target."
+        )
+    return kind
 
 
 def _load_config(path: str, flag: str, trust_remote_code: bool, revision: str | None):
@@ -302,9 +345,15 @@ def _validate_architecture(flag: str, path: str, config: Any) -> None:
 def resolve_server_args(args) -> None:
     """Fill in what TETRIS implies. `args` is SGLang's recording stand-in: plain assignments are declared for us."""
     num_steps = _resolve_num_steps(args)
+    kind = draft_kind.current_kind()
     args.speculative_num_steps = num_steps
-    args.speculative_eagle_topk = 1
-    args.speculative_num_draft_tokens = num_steps + 1
+    topk = args.speculative_eagle_topk or 1
+    args.speculative_eagle_topk = topk
+    if args.speculative_num_draft_tokens is None:
+        # As many nodes as topk chains have: enough to choose from.
+        args.speculative_num_draft_tokens = 1 + min(topk * num_steps, _count_nodes(num_steps, topk, kind))
+    if kind == draft_kind.MTP and args.speculative_draft_model_path is None:
+        args.speculative_draft_model_path = args.model_path
     if args.max_running_requests is None:
         args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
     if validate_device(args.device) == "cuda":

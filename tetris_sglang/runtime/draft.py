@@ -1,84 +1,182 @@
-"""Drafting chains with a standalone model.
+"""Drafting with a model: a standalone one, or a head (EAGLE, EAGLE3, multi-token prediction) that reads the target's states.
 
-Differs from upstream's STANDALONE (sglang/srt/speculative/standalone_worker_v2.py) in two ways:
+Each step's first pass takes a window of tokens per request: those whose draft KV is missing, the bonus token last. Further
+passes take one token per request and branch. Differs from upstream (sglang/srt/speculative/eagle_worker_v2.py) in this:
 
-- The draft sees the whole prompt at the target's own positions. Upstream feeds it the EAGLE shift, that is the prompt
-  without its first token.
-- There is no draft-extend pass. Drafting has already written the draft KV of every accepted token but the deepest one,
-  so the first pass of each step takes two tokens per request: the last committed token (rewritten with the same value,
-  or written for the first time if all drafts were accepted) and the bonus token. D drafts cost D passes.
+- The window's pass comes before drafting and returns what drafting starts from. Upstream runs it after verification, over
+  the whole verified width. Windows are aligned to their ends, so all lengths are known on the host, whatever was accepted.
+- A standalone draft sees the whole prompt at the target's own positions; upstream feeds it the EAGLE shift, that is the
+  prompt without its first token. Drafting chains has already written the KV of every accepted token but the deepest, so
+  the window is two tokens: the last committed one (rewritten with the same value, or written for the first time if all
+  drafts were accepted) and the bonus token.
+- A branch of a tree attends to its own ancestors. Upstream's branches keep the KV that earlier tokens left in their rows,
+  also when the node expanded there descends from another row's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput
+from sglang.srt.speculative.eagle_utils import _eagle_prefill_tail_tokens
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
+from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower, count_nodes
+from tetris_sglang.kernels.reference import AcceptedTokens
 
-class DraftChains(NamedTuple):
+
+class Window(NamedTuple):
+    """The tokens of a step's first pass, aligned to the right: the last `counts` of a row are real."""
+
     tokens: Tensor
-    """[batch, depth] int64, the draft's most likely continuation."""
-    probs: Tensor
-    """[batch, depth] float32, the draft's probability of each token given the ones before it."""
+    """[batch, width] int64, the bonus token last."""
+    counts: Tensor | None = None
+    """[batch] integers, 1..width; None: all are real."""
+    hidden_states: Tensor | None = None
+    """[batch, width, hidden_size] the target's state that goes with each token; None: the draft reads none."""
 
 
-def make_draft_input(last_tokens: Tensor, bonus_tokens: Tensor) -> EagleDraftInput:
+class Places(NamedTuple):
+    """Where the passes of a step write, per request."""
+
+    window_positions: Tensor
+    """[batch, width] int64."""
+    window_slots: Tensor
+    """[batch, width] int64; the padding slot 0 for what is not real."""
+    branch_positions: Tensor
+    """[batch] int64, the position after the window's."""
+    branch_slots: Tensor
+    """[batch, branches, depth - 1] int64."""
+
+
+def make_draft_input(window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
     """What one step hands to the next one, in the fields that SGLang's relay carries between iterations.
 
     Args:
-        last_tokens: [batch] the last token with target KV, at position seq_lens - 1. Travels as `topk_index`.
-        bonus_tokens: [batch] the token after it, without KV.
+        bonus_tokens: [batch] the last tokens of the windows; SGLang reads them.
     """
-    last_tokens = last_tokens.to(torch.int64).unsqueeze(1)
+    batch = window.tokens.shape[0]
+    counts = (
+        window.tokens.new_full((batch,), window.tokens.shape[1]) if window.counts is None else window.counts
+    )
+    hidden_states = window.hidden_states
     return EagleDraftInput(
-        topk_p=torch.ones_like(last_tokens, dtype=torch.float32),
-        topk_index=last_tokens,
+        topk_p=counts.to(torch.float32).unsqueeze(1),
+        topk_index=window.tokens,
+        hidden_states=None if hidden_states is None else hidden_states.flatten(1),
         bonus_tokens=bonus_tokens,
         num_tokens_per_req=1,
         num_tokens_for_logprob_per_req=1,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+        capture_hidden_mode=CaptureHiddenMode.NULL if hidden_states is None else CaptureHiddenMode.LAST,
     )
 
 
-def make_two_token_input(positions: Tensor, batch_size: int) -> EagleDraftExtendInput:
-    """The spec input of the pass over [last, bonus]; logits are wanted after the bonus token only.
+def read_window(draft_input: EagleDraftInput) -> Window:
+    """The inverse of `make_draft_input`."""
+    tokens, hidden_states = draft_input.topk_index, draft_input.hidden_states
+    return Window(
+        tokens,
+        draft_input.topk_p[:, 0].to(torch.int64),
+        None if hidden_states is None else hidden_states.unflatten(1, (tokens.shape[1], -1)),
+    )
+
+
+def align_right(values: Tensor, counts: Tensor) -> Tensor:
+    """Shift each row so that its first `counts` entries stand last; what comes before them is arbitrary.
 
     Args:
-        positions: [2 * batch_size], request after request.
+        values: [batch, width, ...]. counts: [batch] integers, 1..width.
+    Example: [[1, 2, 0, 0]], [2] -> [[.., .., 1, 2]]
     """
-    counts = torch.full((batch_size,), 2, dtype=torch.int32, device=positions.device)
+    width = values.shape[1]
+    index = torch.arange(width, device=values.device) - (width - counts[:, None])
+    rows = torch.arange(values.shape[0], device=values.device)[:, None]
+    return values[rows, index.clamp_(min=0)]
+
+
+def make_window_input(window: Window, positions: Tensor) -> EagleDraftExtendInput:
+    """The spec input of the window's pass; logits and hidden states are wanted after the bonus token only.
+
+    Args:
+        positions: [batch * width], request after request.
+    """
+    batch, width = window.tokens.shape
+    counts = torch.full((batch,), width, dtype=torch.int32, device=positions.device)
+    hidden_states = window.hidden_states
     return EagleDraftExtendInput(
-        num_tokens_per_req=2,
+        hidden_states=None if hidden_states is None else hidden_states.flatten(0, 1),
+        num_tokens_per_req=width,
         num_tokens_for_logprob_per_req=1,
         positions=positions,
         num_correct_drafts=counts,
         num_accept_tokens=counts,
-        select_index=torch.arange(1, 2 * batch_size, 2, device=positions.device),
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+        select_index=torch.arange(width - 1, batch * width, width, device=positions.device),
+        capture_hidden_mode=CaptureHiddenMode.NULL if hidden_states is None else CaptureHiddenMode.LAST,
     )
 
 
-class TetrisDraftWorker(StandaloneDraftWorker):
-    """Owns the draft model, its KV pool (slots shared with the target) and its attention backends."""
+class ModelDraft:
+    """Mixin over SGLang's draft workers, which own the model, its KV pool (slots shared with the target) and its backends.
 
-    chain_graphs = None
-    """The captured chains (runtime/cuda/draft_graph.py), on CUDA."""
+    Attributes:
+        shift: positions by which the draft's KV entry of a token lies before the token's own. A head's entry p belongs to
+            the target's state at p and the token at p + 1.
+    """
 
-    def prefill(self, batch, kv_loc_plan) -> None:
-        """Run the draft over the same tokens that the target has just prefilled.
+    shift = 0
+    captured = None
+    """The captured passes (runtime/cuda/draft_graph.py), on CUDA."""
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        return self.shift == 1
+
+    @property
+    def window_width(self) -> int:
+        is_chain = self.topk == 1 and not self.reads_hidden_states
+        return 2 if is_chain else self.speculative_num_steps + 1
+
+    @property
+    def hidden_mode(self) -> CaptureHiddenMode:
+        return CaptureHiddenMode.LAST if self.reads_hidden_states else CaptureHiddenMode.NULL
+
+    @property
+    def target_hidden_mode(self) -> CaptureHiddenMode:
+        """What the target's passes have to keep."""
+        return CaptureHiddenMode.FULL if self.reads_hidden_states else CaptureHiddenMode.NULL
+
+    def count_nodes(self, depth: int) -> int:
+        """Tokens that a request drafts to `depth`."""
+        return min(self.speculative_num_draft_tokens - 1, count_nodes(depth, self.topk))
+
+    # -- between the steps -----------------------------------------------------------------------------------------
+
+    def prefill(
+        self, batch, input_ids: Tensor, hidden_states: Tensor | None, next_token_ids: Tensor, kv_loc_plan
+    ) -> EagleDraftInput:
+        """Run the draft over the tokens that the target has just prefilled.
 
         Args:
-            batch: the extend ScheduleBatch, input_ids still those of the target's pass.
+            batch: the extend ScheduleBatch.
+            input_ids: [num_tokens] those of the target's pass.
+            hidden_states: [num_tokens, hidden_size] the target's, if the draft reads them.
+            next_token_ids: [batch] the target's next tokens.
             kv_loc_plan: the target pass's plan; the draft writes the same slots.
         """
-        batch.spec_info = EagleDraftExtendInput(num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
+        last_rows = torch.tensor(batch.extend_lens, device=input_ids.device).cumsum(0) - 1
+        batch.input_ids = input_ids
+        if self.shift:
+            batch.input_ids = input_ids.roll(-1)
+            batch.input_ids[last_rows] = _eagle_prefill_tail_tokens(batch, next_token_ids)
+        batch.spec_info = EagleDraftExtendInput(
+            hidden_states=hidden_states, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
+        )
         forward_batch = ForwardBatch.init_new(
             batch,
             self.draft_runner,
@@ -89,158 +187,247 @@ class TetrisDraftWorker(StandaloneDraftWorker):
         forward_batch.return_logprob = False
         self.draft_runner.forward(forward_batch)
 
-    def _capture_cuda_graphs(self) -> None:
-        """Called by SGLang when pools and backends are ready: one graph for the whole chain, not upstream's two."""
-        self.cuda_graph_runner = self.cuda_graph_runner_for_draft_extend = None
-        if self.device != "cuda" or self.speculative_num_steps < 2:
-            return
-        from tetris_sglang.runtime.cuda.draft_graph import capture_chains
+        # One token's KV is still missing, or (the shifted one) was just written and is written again.
+        known = torch.stack((input_ids[last_rows].to(torch.int64), next_token_ids.to(torch.int64)), dim=1)
+        states = None if hidden_states is None else hidden_states[last_rows].unsqueeze(1)
+        return self._hand_over(known, known.new_full((len(known),), 2 - self.shift), states, next_token_ids)
 
-        self.chain_graphs = capture_chains(self)
+    def after_verify(
+        self, batch, accepted: AcceptedTokens, hidden_states: Tensor | None, qo_indptr: Tensor
+    ) -> EagleDraftInput:
+        """Hand the accepted tokens to the next step.
 
-    def draft_chains(self, batch, depth: int) -> DraftChains:
-        """Draft `depth` tokens for every request: one pass of two tokens, then depth - 1 of one.
+        Args:
+            batch: the decode ScheduleBatch, its lengths still those of before.
+            hidden_states: [num_tokens, hidden_size] the target's, in packed rows, if the draft reads them.
+            qo_indptr: [batch + 1], where each request's rows begin.
+        """
+        width = self.window_width
+        if width == 2:
+            known = torch.stack((accepted.last_tokens, accepted.bonus_tokens), dim=1)
+            return self._hand_over(known, None, None, accepted.bonus_tokens)
+        counts = accepted.accept_lens + 1
+        tokens = align_right(accepted.target_tokens[:, :width], counts)
+        states = None
+        if hidden_states is not None:
+            columns = accepted.path
+            if columns is None:
+                columns = torch.arange(width, device=counts.device)
+            rows = align_right((qo_indptr[:-1, None] + columns).long(), counts)
+            states = hidden_states[rows.clamp_(max=hidden_states.shape[0] - 1)]
+        return self._hand_over(tokens, counts, states, accepted.bonus_tokens)
+
+    def _hand_over(
+        self, tokens: Tensor, counts: Tensor | None, hidden_states: Tensor | None, bonus_tokens: Tensor
+    ) -> EagleDraftInput:
+        """As a window of full width, whatever `tokens` [batch, n] has."""
+        missing = self.window_width - tokens.shape[1]
+        if hidden_states is not None:
+            hidden_states = torch.nn.functional.pad(
+                hidden_states, (0, 0, self.window_width - hidden_states.shape[1], 0)
+            )
+        tokens = torch.nn.functional.pad(tokens, (missing, 0))
+        return make_draft_input(Window(tokens, counts, hidden_states), bonus_tokens)
+
+    # -- drafting --------------------------------------------------------------------------------------------------
+
+    def propose(self, batch, depth: int) -> Proposal:
+        """Draft every request to `depth`.
 
         Args:
             batch: the decode ScheduleBatch inside SGLang's forward isolation, which undoes what is set here;
                 batch.spec_info from `make_draft_input`, batch.seq_lens [batch] = tokens with target KV.
             depth: 1..num_steps.
         """
-        draft_input, seq_lens = batch.spec_info, batch.seq_lens
-        last_and_bonus = torch.stack(
-            (draft_input.topk_index[:, 0], draft_input.bonus_tokens.to(torch.int64)), dim=1
-        )
+        window = read_window(batch.spec_info)
         temperatures = batch.sampling_info.temperatures
-        if self.chain_graphs is not None and self.chain_graphs.can_run(len(batch.reqs)):
-            chains = self.chain_graphs.replay(
-                last_and_bonus, seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, temperatures
+        if self.captured is not None and self.captured.can_run(len(batch.reqs)):
+            return self.captured.replay(
+                window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, temperatures, depth
             )
-            return DraftChains(chains.tokens[:, :depth], chains.probs[:, :depth])
+        if self.window_width == 2:
+            window = window._replace(counts=None)
+        places = self.locate(window.counts, batch.seq_lens, batch.req_pool_indices, depth)
+        first = self._plan_window(batch, window, places)
+        rest = self._plan_branches(batch, places) if depth > 1 else None
+        return self.run(first, rest, window, places, temperatures, depth, self._forward)
 
-        positions, slots = self.locate(seq_lens, batch.req_pool_indices, depth)
-        first = self._plan_two_tokens(batch, last_and_bonus, positions[:, :2], slots[:, :2])
-        rest = self._plan_single_tokens(batch, positions[:, 1], slots[:, 2:]) if depth > 1 else None
-        return self.run_chain(
-            first, rest, last_and_bonus, positions, slots, temperatures, depth, self._forward
-        )
+    def locate(self, counts: Tensor | None, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
+        """Where the passes of a step write; see `Window` and `Places`. Shapes depend on the arguments' shapes alone."""
+        width, device = self.window_width, seq_lens.device
+        table = self.req_to_token_pool.req_to_token
+        end = seq_lens + 1 - self.shift
+        offsets = torch.arange(width, device=device) - width
+        positions = (end[:, None] + offsets).clamp_(min=0)
+        rows = req_pool_indices[:, None]
+        slots = table[rows, positions].to(torch.int64)
+        if counts is not None:
+            slots = torch.where(offsets >= -counts[:, None], slots, 0)
+        # Branch b lies b * num_steps further on, as upstream's draft attention backends expect.
+        branch = torch.arange(self.topk, device=device) * self.speculative_num_steps
+        step = torch.arange(depth - 1, device=device)
+        columns = end[:, None] + (branch[:, None] + step).flatten()
+        branch_slots = table[rows, columns].to(torch.int64).unflatten(1, (self.topk, depth - 1))
+        return Places(positions, slots, end, branch_slots)
 
-    def locate(self, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Positions and KV slots [batch, depth + 1] of the last committed token, the bonus token and all drafts but one."""
-        positions = (seq_lens - 1).unsqueeze(1) + torch.arange(depth + 1, device=seq_lens.device)
-        slots = self.req_to_token_pool.req_to_token[req_pool_indices.unsqueeze(1), positions]
-        return positions, slots.to(torch.int64)
-
-    def run_chain(
+    def run(
         self,
         first: ForwardBatch,
         rest: ForwardBatch | None,
-        last_and_bonus: Tensor,
-        positions: Tensor,
-        slots: Tensor,
+        window: Window,
+        places: Places,
         temperatures: Tensor,
         depth: int,
-        forward,
-    ) -> DraftChains:
+        forward: Callable,
+    ) -> Proposal:
         """The passes of one step over planned batches; the same code eagerly and while a graph is captured.
 
         Args:
-            first: for the pass of two tokens; rest: for the others.
-            last_and_bonus: [batch, 2]. positions, slots: [batch, depth + 1], from `locate`.
-            forward: (forward_batch, attention backend) -> logits [batch, vocab].
+            first: for the window's pass; rest: for the others.
+            forward: (forward_batch, attention backend) -> LogitsProcessorOutput of one row per request (and branch).
         """
-        first.input_ids = last_and_bonus.reshape(-1)
-        first.positions = positions[:, :2].reshape(-1)
-        first.out_cache_loc = slots[:, :2].reshape(-1)
-        tokens, probs = _most_likely(forward(first, self.draft_runner.attn_backend), temperatures)
-        token_columns, prob_columns = [tokens], [probs]
+        branches = self.topk
+        first.input_ids = window.tokens.reshape(-1)
+        first.positions = places.window_positions.reshape(-1)
+        first.out_cache_loc = places.window_slots.reshape(-1)
+        output = forward(first, self.draft_runner.attn_backend)
+        tokens, probs = self._most_likely(output.next_token_logits, temperatures)
+        grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs)
+        states = output.hidden_states
+        if states is not None:
+            states = states[:, None].expand(-1, branches, -1)
+        temperatures = temperatures.repeat_interleave(branches, dim=0)
+        step_slots = places.branch_slots.permute(2, 0, 1).contiguous()
         backends: Sequence = self.draft_attn_backend.attn_backends if depth > 1 else ()
-        step_positions = positions[:, 2:].t().contiguous()
-        step_slots = slots[:, 2:].t().contiguous()
         for step, backend in zip(range(depth - 1), backends, strict=False):
-            rest.input_ids = tokens
-            rest.positions = step_positions[step]
-            rest.out_cache_loc = step_slots[step]
-            tokens, probs = _most_likely(forward(rest, backend), temperatures)
-            token_columns.append(tokens)
-            prob_columns.append(probs)
-        return DraftChains(torch.stack(token_columns, dim=1), torch.stack(prob_columns, dim=1))
+            if grower.frontier_rows is not None:
+                self._inherit(places.branch_slots[:, :, :step], grower.frontier_rows)
+                if states is not None:
+                    states = states.gather(1, grower.frontier_rows[:, :, None].expand_as(states))
+            rest.input_ids = grower.frontier_tokens.reshape(-1)
+            rest.positions = (places.branch_positions + step).repeat_interleave(branches)
+            rest.out_cache_loc = step_slots[step].reshape(-1)
+            if states is not None:
+                rest.spec_info.hidden_states = states.flatten(0, 1)
+            output = forward(rest, backend)
+            tokens, probs = self._most_likely(output.next_token_logits, temperatures)
+            grower.grow(tokens.unflatten(0, (-1, branches)), probs.unflatten(0, (-1, branches)))
+            if states is not None:
+                states = output.hidden_states.unflatten(0, (-1, branches))
+        return grower.finish(self.count_nodes(depth))
 
-    def _forward(self, forward_batch: ForwardBatch, backend) -> Tensor:
+    def _inherit(self, branch_slots: Tensor, parent_rows: Tensor) -> None:
+        """Give every branch the KV of the branch that it now continues.
+
+        Args:
+            branch_slots: [batch, branches, written]. parent_rows: [batch, branches].
+        """
+        source = branch_slots.gather(1, parent_rows[:, :, None].expand_as(branch_slots))
+        self.draft_runner.token_to_kv_pool.move_kv_cache(branch_slots.flatten(), source.flatten())
+
+    def _most_likely(self, logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        """The `topk` most likely tokens of each row, in the target's vocabulary, and their probabilities."""
+        tokens, probs = most_likely(logits, temperatures, self.topk)
+        return tokens if self.hot_token_id is None else self.hot_token_id[tokens], probs
+
+    def _forward(self, forward_batch: ForwardBatch, backend):
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
-            return self.draft_runner.forward(forward_batch).logits_output.next_token_logits
+            return self.draft_runner.forward(forward_batch).logits_output
 
-    def _plan_two_tokens(self, batch, tokens: Tensor, positions: Tensor, slots: Tensor) -> ForwardBatch:
-        """Plan the pass that writes the draft KV of [last, bonus] and returns the logits [batch, vocab] after bonus."""
-        batch_size = tokens.shape[0]
-        batch.input_ids = tokens.reshape(-1)
-        batch.out_cache_loc = slots.reshape(-1)
+    def _plan_window(self, batch, window: Window, places: Places) -> ForwardBatch:
+        batch_size, width = window.tokens.shape
+        batch.input_ids = window.tokens.reshape(-1)
+        batch.out_cache_loc = places.window_slots.reshape(-1)
         batch.forward_mode = ForwardMode.DRAFT_EXTEND_V2
-        batch.extend_num_tokens = 2 * batch_size
+        batch.extend_num_tokens = width * batch_size
         # SGLang takes extend lengths as two tensors or as two host lists; tensors need no host copy.
-        batch.extend_lens = torch.full((batch_size,), 2, dtype=torch.int32, device=tokens.device)
-        batch.prefix_lens = positions[:, 0].to(torch.int32)
-        batch.spec_info = make_two_token_input(positions.reshape(-1), batch_size)
+        batch.extend_lens = torch.full((batch_size,), width, dtype=torch.int32, device=window.tokens.device)
+        batch.prefix_lens = places.window_positions[:, 0].to(torch.int32)
+        batch.spec_info = make_window_input(window, places.window_positions.reshape(-1))
         forward_batch = ForwardBatch.init_new(
             batch,
             self.draft_runner,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
+            capture_hidden_mode=self.hidden_mode,
             return_hidden_states_before_norm=False,
         )
         forward_batch.return_logprob = False
-        forward_batch.extend_seq_lens_cpu = [2] * batch_size
-        if forward_batch.seq_lens_cpu is not None:
-            forward_batch.extend_prefix_lens_cpu = (forward_batch.seq_lens_cpu - 1).tolist()
+        forward_batch.extend_seq_lens_cpu = [width] * batch_size
         self._advance_lengths(forward_batch)
+        if forward_batch.seq_lens_cpu is not None:
+            # Below zero where a request is shorter than its window: the first rows are not real and see nothing.
+            forward_batch.extend_prefix_lens_cpu = (forward_batch.seq_lens_cpu - width).tolist()
         self.draft_runner.attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
         return forward_batch
 
-    def _plan_single_tokens(self, batch, positions: Tensor, slots: Tensor) -> ForwardBatch:
-        """Plan the attention of all one-token passes at once, as SGLang's multi-step draft backends do.
-
-        Args:
-            positions: [batch] of the bonus token. slots: [batch, depth - 1].
-        """
+    def _plan_branches(self, batch, places: Places) -> ForwardBatch:
+        """Plan the attention of all further passes at once, as SGLang's multi-step draft backends do."""
+        branches = self.topk
         batch.forward_mode = ForwardMode.DECODE
         batch.input_ids = None
-        batch.out_cache_loc = slots.reshape(-1)
+        batch.out_cache_loc = places.branch_slots.reshape(-1)
         batch.spec_info = EagleDraftInput(
-            num_tokens_per_req=1, num_tokens_for_logprob_per_req=1, capture_hidden_mode=CaptureHiddenMode.NULL
+            num_tokens_per_req=branches,
+            num_tokens_for_logprob_per_req=branches,
+            capture_hidden_mode=self.hidden_mode,
         )
         forward_batch = ForwardBatch.init_new(
             batch,
             self.draft_runner,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
+            capture_hidden_mode=self.hidden_mode,
             return_hidden_states_before_norm=False,
         )
         forward_batch.return_logprob = False
         self._advance_lengths(forward_batch)
         # FlashInfer's planner reads the lengths from here.
-        forward_batch.positions = positions + 1
+        forward_batch.positions = places.branch_positions.repeat_interleave(branches)
         self.draft_attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
         return forward_batch
 
-    @staticmethod
-    def _advance_lengths(forward_batch: ForwardBatch) -> None:
-        """Count the bonus token, which the two-token pass writes: draft KV lengths are seq_lens + 1."""
+    def _advance_lengths(self, forward_batch: ForwardBatch) -> None:
+        """Count what the window writes."""
+        if self.shift:
+            return
         forward_batch.seq_lens = forward_batch.seq_lens + 1
         if forward_batch.seq_lens_cpu is not None:
             forward_batch.seq_lens_cpu = forward_batch.seq_lens_cpu + 1
             forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())
 
+    def _capture_cuda_graphs(self) -> None:
+        """Called by SGLang when pools and backends are ready: one graph for all passes of a step, not upstream's two."""
+        self.cuda_graph_runner = self.cuda_graph_runner_for_draft_extend = None
+        if self.device != "cuda" or self.speculative_num_steps < 2:
+            return
+        from tetris_sglang.runtime.cuda.draft_graph import capture_drafts
 
-def _most_likely(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely token of each row and its probability at the request's temperature.
+        self.captured = capture_drafts(self)
 
-    The target accepts the token with its own probability at that temperature, so the draft's is read there too
+
+class StandaloneDraft(ModelDraft, StandaloneDraftWorker):
+    """A language model of its own."""
+
+
+class HeadDraft(ModelDraft, EagleDraftWorker):
+    """EAGLE, EAGLE3 and multi-token prediction: embedding (and output layer) of the target, and its hidden states."""
+
+    shift = 1
+
+
+def most_likely(logits: Tensor, temperatures: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens of each row and their probabilities at the request's temperature.
+
+    The target accepts a token with its own probability at that temperature, so the draft's is read there too
     (SGLang sets a greedy request's temperature to 1).
 
     Args:
-        logits: [batch, vocab]. temperatures: [batch, 1] float32.
+        logits: [rows, vocab]. temperatures: [rows, 1] float32.
     Returns:
-        tokens [batch] int64, probs [batch] float32.
+        tokens [rows, count] int64, probs [rows, count] float32.
     """
-    top, tokens = logits.max(dim=-1, keepdim=True)
-    probs = ((logits - top).float() / temperatures).exp_().sum(dim=-1).reciprocal_()
-    return tokens.squeeze(1), probs
+    if count == 1:
+        top, tokens = logits.max(dim=-1, keepdim=True)
+        return tokens, ((logits - top).float() / temperatures).exp_().sum(dim=-1, keepdim=True).reciprocal_()
+    top, tokens = logits.topk(count, dim=-1)
+    top = top.float() / temperatures
+    return tokens, (top - (logits.float() / temperatures).logsumexp(dim=-1, keepdim=True)).exp_()

@@ -144,7 +144,12 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_BAG + "observability.Observability", ("enable_metrics",), "get_observability()"),
     Symbol(
         _BAG + "spec.Spec",
-        ("speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens"),
+        (
+            "speculative_algorithm",
+            "speculative_eagle_topk",
+            "speculative_num_steps",
+            "speculative_num_draft_tokens",
+        ),
         "get_spec()",
     ),
     # -- requests and results
@@ -185,8 +190,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(
         _SRT + "managers.schedule_batch.Req",
-        ("origin_input_ids", "sampling_params", "tokenizer", "eos_token_ids"),
-        "min_new_tokens per verified row",
+        ("origin_input_ids", "sampling_params", "tokenizer", "eos_token_ids", "get_fill_ids"),
+        "min_new_tokens per verified row; n-gram drafts",
     ),
     Symbol(
         _SRT + "managers.schedule_batch.ScheduleBatch",
@@ -250,7 +255,11 @@ SYMBOLS: tuple[Symbol, ...] = (
         ),
         "set between the draft's passes",
     ),
-    Symbol(_FORWARD + "forward_batch_info.CaptureHiddenMode", ("NULL",), "no hidden states are kept"),
+    Symbol(
+        _FORWARD + "forward_batch_info.CaptureHiddenMode",
+        ("NULL", "LAST", "FULL"),
+        "the hidden states that heads read",
+    ),
     Symbol(
         _FORWARD + "forward_batch_info.ForwardMode",
         ("DECODE", "DRAFT_EXTEND_V2", "TARGET_VERIFY", "is_extend"),
@@ -294,7 +303,10 @@ SYMBOLS: tuple[Symbol, ...] = (
             "draft_runner",
             "parallel_layout",
             "req_to_token_pool",
+            "speculative_num_draft_tokens",
             "speculative_num_steps",
+            "topk",
+            "hot_token_id",
         ),
         "loads the draft model and its attention backends",
     ),
@@ -304,8 +316,34 @@ SYMBOLS: tuple[Symbol, ...] = (
         "draft and target share a vocabulary",
     ),
     Symbol(
+        _SPEC + "eagle_worker_v2.EagleDraftWorker",
+        (
+            "draft_attn_backend",
+            "draft_extend_attn_backend",
+            "draft_runner",
+            "hot_token_id",
+            "parallel_layout",
+            "req_to_token_pool",
+            "speculative_num_draft_tokens",
+            "speculative_num_steps",
+            "topk",
+        ),
+        "loads a head, shares the target's embedding and output layer with it",
+    ),
+    Symbol(
+        _SPEC + "eagle_utils._eagle_prefill_tail_tokens",
+        ("batch", "next_token_ids"),
+        "the token after each prefilled chunk, for heads",
+    ),
+    Symbol(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
+        ("tgt_loc", "src_loc"),
+        "accepted tree nodes, and branches of a draft's tree",
+    ),
+    Symbol(
         _SPEC + "eagle_info.EagleDraftInput",
         (
+            "hidden_states",
             "topk_p",
             "topk_index",
             "bonus_tokens",
@@ -318,6 +356,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         _SPEC + "eagle_info.EagleDraftExtendInput",
         (
+            "hidden_states",
             "num_tokens_per_req",
             "num_tokens_for_logprob_per_req",
             "positions",
@@ -365,7 +404,9 @@ SYMBOLS: tuple[Symbol, ...] = (
         "draws the target's tokens",
     ),
     Symbol(
-        _SRT + "layers.logits_processor.LogitsProcessorOutput", ("next_token_logits",), "the target's logits"
+        _SRT + "layers.logits_processor.LogitsProcessorOutput",
+        ("next_token_logits", "hidden_states"),
+        "the target's logits and states",
     ),
     Symbol(
         _SRT + "layers.logprob_processor.compute_spec_logprobs",
@@ -398,7 +439,11 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("reqs", "tree", "sampling_info", "device", "barrier"),
         "grammar masks over the drafted chains",
     ),
-    Symbol(_SPEC + "spec_utils.GrammarTree", ("from_linear_chain",), "grammar masks over the drafted chains"),
+    Symbol(
+        _SPEC + "spec_utils.GrammarTree",
+        ("from_device", "from_linear_chain"),
+        "grammar masks over the drafts",
+    ),
     Symbol(
         _SRT + "constrained.base_grammar_backend.GrammarMask",
         ("vocab_mask", "apply", "_replace"),

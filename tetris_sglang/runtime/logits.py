@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 
-def adjust_logits(logits: Tensor, batch, requests: Tensor, columns: Tensor, grammar_mask) -> None:
+def adjust_logits(logits: Tensor, batch, requests: Tensor, depths: Tensor, grammar_mask) -> None:
     """Apply, in place, what a decode step at each row's position would apply.
 
     Args:
         logits: [tokens, vocab].
-        requests, columns: [tokens] int64, each row's place in the batch and in its request's chain.
+        requests, depths: [tokens] int64, each row's place in the batch, and the drafts between it and its root.
         grammar_mask: SGLang's GrammarMask over the packed rows, or None.
     """
     if any(req.sampling_params.min_new_tokens for req in batch.reqs):
-        _forbid_early_stop(logits, batch, requests, columns)
+        _forbid_early_stop(logits, batch, requests, depths)
     if grammar_mask is not None:
         grammar_mask.apply(logits)
     if batch.sampling_info.logit_bias is not None:
         logits.add_(batch.sampling_info.logit_bias[requests])
 
 
-def _forbid_early_stop(logits: Tensor, batch, requests: Tensor, columns: Tensor) -> None:
+def _forbid_early_stop(logits: Tensor, batch, requests: Tensor, depths: Tensor) -> None:
     """Mask stop tokens in rows whose output is shorter than min_new_tokens, exactly per row.
 
     Upstream's speculation masks by the number of steps, not of tokens (penaltylib/min_new_tokens.py).
@@ -35,8 +35,8 @@ def _forbid_early_stop(logits: Tensor, batch, requests: Tensor, columns: Tensor)
     bounds = torch.tensor(
         [len(req.origin_input_ids) + req.sampling_params.min_new_tokens for req in batch.reqs], device=device
     )
-    # The token drawn in a row lands at position seq_lens + column + 1.
-    early = batch.seq_lens[requests] + columns + 1 < bounds[requests]
+    # The token drawn in a row lands at position seq_lens + depth + 1.
+    early = batch.seq_lens[requests] + depths + 1 < bounds[requests]
     stop_mask = torch.zeros(len(batch.reqs), logits.shape[-1], dtype=torch.bool)
     for i, req in enumerate(batch.reqs):
         if req.sampling_params.min_new_tokens:

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tetris_sglang.drafting import Grid, Proposal
 from tetris_sglang.kernels.reference import (
     AcceptedTokens,
     PackedTokens,
     accept_rows_reference,
+    accept_tree_rows,
     pack_rows_reference,
 )
 from tetris_sglang.selection import SMALLEST_SURVIVAL, Selector, get_selector, survival_from_probs
@@ -20,10 +22,41 @@ from tetris_sglang.selection import SMALLEST_SURVIVAL, Selector, get_selector, s
 class Operations(NamedTuple):
     select: Callable[[Tensor, int], Tensor]
     """(draft_probs [batch, depth] float32, capacity_tokens) -> draft_lens [batch] int32, sum = capacity_tokens"""
+    select_nodes: Callable[[Tensor, int], Tensor]
+    """The same from survivals [batch, num_nodes] float32, non-increasing: trees. Torch operations on every device."""
     pack: Callable[..., PackedTokens]
     """As kernels.pack.pack_rows."""
     accept: Callable[..., AcceptedTokens]
     """As kernels.accept.accept_rows."""
+
+    def select_drafts(self, proposal: Proposal, capacity_tokens: int) -> Tensor:
+        """draft_lens [batch] int32, sum = capacity_tokens."""
+        select = self.select if proposal.shape is None else self.select_nodes
+        return select(proposal.scores.contiguous(), capacity_tokens)
+
+    def pack_grid(
+        self,
+        draft_lens: Tensor,
+        grid: Grid,
+        seq_lens: Tensor,
+        req_to_token: Tensor,
+        rows: Tensor,
+        num_tokens: int,
+    ) -> PackedTokens:
+        if grid.shape is None:
+            return self.pack(draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens)
+        return pack_rows_reference(
+            draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens, depths=grid.shape.depths
+        )
+
+    def accept_grid(
+        self, target_tokens: Tensor, packed: PackedTokens, grid: Grid, seq_lens: Tensor
+    ) -> AcceptedTokens:
+        if grid.shape is None:
+            return self.accept(target_tokens, packed.qo_indptr, grid.tokens, seq_lens)
+        return accept_tree_rows(
+            target_tokens, packed.qo_indptr, grid.tokens, seq_lens, grid.shape, grid.max_depth
+        )
 
 
 def warm_up(operations: Operations, max_batch_size: int, num_steps: int, req_to_token: Tensor) -> None:
@@ -53,19 +86,27 @@ def get_operations(device: str, selection: str) -> Operations:
     Args:
         selection: "tetris", or a baseline, which is torch everywhere.
     """
+    selector = get_selector("torch" if selection == "tetris" else selection)
+    select_nodes = _select_all(selector)
+
+    def select(draft_probs: Tensor, capacity_tokens: int) -> Tensor:
+        return select_nodes(survival_from_probs(draft_probs), capacity_tokens)
+
     if device != "cuda":
-        select = _select_by_survival(get_selector("torch" if selection == "tetris" else selection))
-        return Operations(select, pack_rows_reference, accept_rows_reference)
+        return Operations(select, select_nodes, pack_rows_reference, accept_rows_reference)
     from tetris_sglang.kernels.accept import accept_rows
     from tetris_sglang.kernels.pack import pack_rows
     from tetris_sglang.kernels.select import select_drafts
 
-    select = select_drafts if selection == "tetris" else _select_by_survival(get_selector(selection))
-    return Operations(select, pack_rows, accept_rows)
+    return Operations(
+        select_drafts if selection == "tetris" else select, select_nodes, pack_rows, accept_rows
+    )
 
 
-def _select_by_survival(selector: Selector) -> Callable[[Tensor, int], Tensor]:
-    def select(draft_probs: Tensor, capacity_tokens: int) -> Tensor:
-        return selector(survival_from_probs(draft_probs).clamp_(min=SMALLEST_SURVIVAL), capacity_tokens)
+def _select_all(selector: Selector) -> Callable[[Tensor, int], Tensor]:
+    """A selector that fills its capacity whatever the survivals."""
+
+    def select(survival: Tensor, capacity_tokens: int) -> Tensor:
+        return selector(survival.clamp(min=SMALLEST_SURVIVAL), capacity_tokens)
 
     return select

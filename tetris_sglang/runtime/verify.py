@@ -20,7 +20,8 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_gr
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from torch import Tensor
 
-from tetris_sglang.kernels.reference import PackedTokens
+from tetris_sglang.drafting import Grid, TreeShape, ancestor_mask
+from tetris_sglang.kernels.reference import AcceptedTokens, PackedTokens
 from tetris_sglang.runtime.logits import adjust_logits
 
 
@@ -61,25 +62,35 @@ class TetrisVerifyInput(EagleVerifyInput):
 
 
 def make_verify_input(
-    *, width: int, input_ids: Tensor | None, positions: Tensor | None, layout: RaggedVerifyLayout, batch=None
+    *,
+    width: int,
+    input_ids: Tensor | None,
+    positions: Tensor | None,
+    layout: RaggedVerifyLayout,
+    hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+    ancestors: Tensor | None = None,
+    batch=None,
 ) -> TetrisVerifyInput:
     """The verify input of a pass over packed tokens.
 
     Args:
-        width: columns of the grid. batch: the decode ScheduleBatch; None while a graph is captured.
+        width: columns of the grid. hidden_mode: the target's states that the draft wants.
+        ancestors: [batch, width, width] bool, from `ancestor_mask`; None: chains.
+        batch: the decode ScheduleBatch; None while a graph is captured.
     """
     return TetrisVerifyInput(
         draft_token=input_ids,
-        custom_mask=None,
+        custom_mask=None if ancestors is None else ancestors.flatten(),
         positions=positions,
         retrieve_index=None,
         retrieve_next_token=None,
         retrieve_next_sibling=None,
         retrieve_cum_len=None,
         spec_steps=width - 1,
-        topk=1,
+        # To SGLang a tree is what has more than one; it is irregular here.
+        topk=1 if ancestors is None else -1,
         draft_token_num=width,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+        capture_hidden_mode=hidden_mode,
         seq_lens_sum=None if batch is None else batch.seq_lens_sum,
         seq_lens_cpu=None if batch is None else batch.seq_lens_cpu,
         ragged_verify_layout=layout,
@@ -100,21 +111,23 @@ def graph_tier(target_worker, batch_size: int, num_tokens: int) -> int | None:
     return tier if batch_size <= runner._ragged_capture_slots(tier) else None
 
 
-def forward_target(batch, target_worker, packed: PackedTokens, width: int):
+def forward_target(batch, target_worker, packed: PackedTokens, grid: Grid, hidden_mode: CaptureHiddenMode):
     """Run the target over the packed tokens; returns its forward batch and result.
 
     Args:
         batch: the decode ScheduleBatch inside SGLang's forward isolation; seq_lens = tokens with target KV.
         packed: as many rows as there are tokens, or as the pass's graph has.
-        width: columns of the grid.
+        hidden_mode: the target's states that the draft wants.
     """
     batch.input_ids = packed.input_ids
     batch.out_cache_loc = packed.slots
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     batch.spec_info = make_verify_input(
-        width=width,
+        width=grid.tokens.shape[1],
         input_ids=packed.input_ids,
         positions=packed.positions,
+        hidden_mode=hidden_mode,
+        ancestors=None if grid.shape is None else ancestor_mask(grid.shape.parents, grid.max_depth),
         layout=RaggedVerifyLayout(
             verify_lens=packed.verify_lens,
             graph_num_tokens=packed.input_ids.shape[0],
@@ -126,7 +139,7 @@ def forward_target(batch, target_worker, packed: PackedTokens, width: int):
     forward_batch = ForwardBatch.init_new(
         batch,
         target_worker.model_runner,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+        capture_hidden_mode=hidden_mode,
         return_hidden_states_before_norm=False,
     )
     result = target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
@@ -137,7 +150,7 @@ def sample_target(
     batch,
     sampler,
     logits_output: LogitsProcessorOutput,
-    candidates: Tensor,
+    grid: Grid,
     packed: PackedTokens,
     num_tokens: int,
     grammar_barrier,
@@ -149,7 +162,6 @@ def sample_target(
 
     Args:
         logits_output: next_token_logits [rows, vocab], overwritten.
-        candidates: [batch, width] int64.
         num_tokens: rows that belong to a request; those after it, which fill a graph, are dropped.
     Returns:
         target_tokens [num_tokens] integers, and the logits they were drawn from [num_tokens, vocab] if a request wants
@@ -160,8 +172,9 @@ def sample_target(
     requests, columns = packed.requests[:num_tokens], packed.columns[:num_tokens]
     grammar_mask = None
     if batch.has_grammar:
-        grammar_mask = _grammar_mask(batch, candidates, requests, columns, grammar_barrier)
-    adjust_logits(logits, batch, requests, columns, grammar_mask)
+        grammar_mask = _grammar_mask(batch, grid, requests, columns, grammar_barrier)
+    depths = columns if grid.shape is None else grid.shape.depths[requests, columns]
+    adjust_logits(logits, batch, requests, depths, grammar_mask)
     logprob_logits = logits.clone() if batch.return_logprob else None
     tokens = sampler(
         logits_output,
@@ -187,32 +200,70 @@ def sample_target(
     return tokens, logprob_logits
 
 
-def _grammar_mask(batch, candidates: Tensor, requests: Tensor, columns: Tensor, grammar_barrier):
-    """SGLang's grammar mask over the strided chains, cut down to the packed rows."""
+def _grammar_mask(batch, grid: Grid, requests: Tensor, columns: Tensor, grammar_barrier):
+    """SGLang's grammar mask over the whole grid, cut down to the packed rows."""
+    if grid.shape is None:
+        tree = GrammarTree.from_linear_chain(grid.tokens)
+    else:
+        tree = GrammarTree.from_device(*_link_nodes(grid.shape), grid.tokens)
     mask = build_grammar_vocab_mask(
         reqs=batch.reqs,
-        tree=GrammarTree.from_linear_chain(candidates),
+        tree=tree,
         sampling_info=batch.sampling_info,
-        device=candidates.device,
+        device=grid.tokens.device,
         barrier=grammar_barrier,
     )
     if mask is None:
         return None
-    return mask._replace(vocab_mask=mask.vocab_mask[requests * candidates.shape[1] + columns])
+    return mask._replace(vocab_mask=mask.vocab_mask[requests * grid.tokens.shape[1] + columns])
+
+
+def _link_nodes(shape: TreeShape) -> tuple[Tensor, Tensor]:
+    """Each column's first child and next sibling [batch, width] int64, -1 where there is none: how SGLang walks trees."""
+    parents, width = shape.parents, shape.parents.shape[1]
+    columns = torch.arange(width, device=parents.device)
+    # The root is no child of its own, and neither are the columns that hold no node.
+    is_node = shape.depths > 0
+    children = (parents[:, None, :] == columns[:, None]) & is_node[:, None, :]
+    siblings = (parents[:, None, :] == parents[:, :, None]) & (columns > columns[:, None])
+    siblings &= is_node[:, None, :] & is_node[:, :, None]
+    return tuple(
+        torch.where(related.any(dim=2), related.int().argmax(dim=2), -1) for related in (children, siblings)
+    )
 
 
 def compute_logprobs(
-    batch, logits_output, logits: Tensor, target_tokens: Tensor, packed: PackedTokens
+    batch, logits_output, logits: Tensor, accepted: AcceptedTokens, packed: PackedTokens
 ) -> None:
     """Fill the output logprobs in the strided layout that SGLang's result processing reads.
 
     Args:
-        logits: [num_tokens, vocab] from `sample_target`. target_tokens: [batch, width].
+        logits: [num_tokens, vocab] from `sample_target`.
     """
-    width, num_tokens = target_tokens.shape[1], logits.shape[0]
-    cells = packed.requests[:num_tokens] * width + packed.columns[:num_tokens]
-    strided = logits.new_zeros(target_tokens.numel(), logits.shape[-1])
-    strided[cells] = logits
+    target_tokens = accepted.target_tokens
+    (batch_size, width), num_tokens = target_tokens.shape, logits.shape[0]
+    if accepted.path is None:
+        cells = packed.requests[:num_tokens] * width + packed.columns[:num_tokens]
+        strided = logits.new_zeros(target_tokens.numel(), logits.shape[-1])
+        strided[cells] = logits
+    else:
+        rows = (packed.qo_indptr[:-1, None] + accepted.path).clamp_(max=num_tokens - 1)
+        strided = logits.new_zeros(batch_size, width, logits.shape[-1])
+        strided[:, : rows.shape[1]] = logits[rows]
+        strided = strided.flatten(0, 1)
     logits_output.next_token_logits = strided
     compute_spec_logprobs(batch, logits_output, target_tokens.reshape(-1), chain_stride=width)
     logits_output.next_token_logits = None
+
+
+def commit_paths(kv_pool, slots: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+    """Move the KV of accepted tree nodes from their own columns to the columns of their depths.
+
+    Args:
+        slots: [batch, max_depth + 1 or more] int64, the slot of every column; and of every column that `path` names.
+        path: [batch, max_depth + 1], from `accept_tree`. accept_lens: [batch].
+    """
+    depths = torch.arange(path.shape[1], device=path.device)
+    target = slots[:, : path.shape[1]]
+    source = torch.where(depths <= accept_lens[:, None], slots.gather(1, path), target)
+    kv_pool.move_kv_cache(target.flatten(), source.flatten())

@@ -1,12 +1,15 @@
-"""The TETRIS worker: draft for every request, select batch-wide, verify in one ragged pass, accept, commit."""
+"""The TETRIS worker: draft for every request, select batch-wide, verify in one ragged pass, accept, commit.
+
+Whatever drafts (`runtime/draft.py`, `runtime/ngram.py`) answers the same few questions: `prefill`, `propose`, `after_verify`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_device, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -15,18 +18,27 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
 from tetris_sglang.capacity import FixedCapacity
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.runtime.draft import TetrisDraftWorker, make_draft_input
+from tetris_sglang.drafting import make_grid
+from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
+from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.metrics import StepMetrics
+from tetris_sglang.runtime.ngram import NgramDraft
 from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.phases import PhaseTimer
-from tetris_sglang.runtime.verify import compute_logprobs, forward_target, graph_tier, sample_target
+from tetris_sglang.runtime.verify import (
+    commit_paths,
+    compute_logprobs,
+    forward_target,
+    graph_tier,
+    sample_target,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class TetrisWorker(BaseSpecWorker):
-    """SGLang's speculative worker interface (the V2 schema, overlap or not) for TETRIS on a standalone draft."""
+    """SGLang's speculative worker interface (the V2 schema, overlap or not) for TETRIS on any draft."""
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         super().__init__()
@@ -46,28 +58,46 @@ class TetrisWorker(BaseSpecWorker):
         self.metrics = StepMetrics()
 
         self._target_worker = target_worker
-        self._draft_worker = TetrisDraftWorker(server_args, gpu_id, nccl_port, target_worker)
-        StandaloneWorkerV2._validate_vocab_compatibility(
-            self,
-            target_vocab_size=target_worker.model_runner.model_config.vocab_size,
-            target_tokenizer=target_worker.tokenizer,
-        )
-        logger.info("TETRIS: %s", self.config)
+        kind = current_kind()
+        if kind == NGRAM:
+            self._draft_worker = None
+            self._draft = NgramDraft(
+                topk=get_spec().speculative_eagle_topk,
+                num_steps=self.speculative_num_steps,
+                num_draft_tokens=self.speculative_num_draft_tokens,
+            )
+        else:
+            worker_class = HeadDraft if kind in HEADS else StandaloneDraft
+            self._draft = self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
+        if kind == STANDALONE:
+            StandaloneWorkerV2._validate_vocab_compatibility(
+                self,
+                target_vocab_size=target_worker.model_runner.model_config.vocab_size,
+                target_tokenizer=target_worker.tokenizer,
+            )
+        logger.info("TETRIS: %s draft, %s", kind, self.config)
 
     # -- what SGLang asks of a speculative worker ------------------------------------------------------------------
 
     @property
     def draft_parallel_layout(self):
-        return self._draft_worker.parallel_layout
+        return None if self._draft_worker is None else self._draft_worker.parallel_layout
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
         draft = self._draft_worker
+        if draft is None:
+            return super().spec_v2_attn_backends
         return (
             self._target_worker.model_runner.attn_backend,
             draft.draft_attn_backend,
             draft.draft_extend_attn_backend or draft.draft_runner.attn_backend,
         )
+
+    def alloc_memory_pool(self, **pools) -> None:
+        super().alloc_memory_pool(**pools)
+        if self._draft_worker is None:
+            self._draft.alloc_history(self._target_worker.model_runner.req_to_token_pool)
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
@@ -90,47 +120,46 @@ class TetrisWorker(BaseSpecWorker):
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
         input_ids = batch.input_ids
         result = self._target_worker.forward_batch_generation(
-            batch, capture_hidden_mode=CaptureHiddenMode.NULL, return_kv_loc_plan=True
+            batch, capture_hidden_mode=self._draft.target_hidden_mode, return_kv_loc_plan=True
         )
         kv_loc_plan, result.kv_loc_plan = result.kv_loc_plan, None
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        batch.input_ids = input_ids
-        with draft_tp_context(self._draft_worker.parallel_layout):
-            self._draft_worker.prefill(batch, kv_loc_plan)
-        last_rows = torch.tensor(batch.extend_lens, device=input_ids.device).cumsum(0) - 1
-        result.next_draft_input = make_draft_input(input_ids[last_rows], result.next_token_ids)
+        hidden_states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
+        with self._draft_context():
+            result.next_draft_input = self._draft.prefill(
+                batch, input_ids, hidden_states, result.next_token_ids, kv_loc_plan
+            )
         return result
 
     def _step(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         self.phases.begin_step()
         seq_lens, batch_size = batch.seq_lens, len(batch.reqs)
-        roots = batch.spec_info.bonus_tokens.to(torch.int64).unsqueeze(1)
+        req_to_token = batch.req_to_token_pool.req_to_token
+        roots = batch.spec_info.bonus_tokens
 
         capacity_tokens, depth, tier = self._plan_step(batch_size)
         num_tokens = batch_size + capacity_tokens
 
-        with self.phases("draft"), draft_tp_context(self._draft_worker.parallel_layout):
-            chains = self._draft_worker.draft_chains(batch, depth)
+        with self.phases("draft"), self._draft_context():
+            proposal = self._draft.propose(batch, depth)
 
         with self.phases("select"):
-            draft_lens = self._operations.select(chains.probs.contiguous(), capacity_tokens)
+            draft_lens = self._operations.select_drafts(proposal, capacity_tokens)
             # SGLang reads results in rows of a fixed width.
-            unused = self.speculative_num_steps - depth
-            candidates = torch.nn.functional.pad(torch.cat((roots, chains.tokens), dim=1), (0, unused))
-            packed = self._operations.pack(
-                draft_lens,
-                candidates,
-                seq_lens,
-                batch.req_to_token_pool.req_to_token,
-                batch.req_pool_indices,
-                tier or num_tokens,
+            grid = make_grid(roots, proposal, depth, self.speculative_num_draft_tokens)
+            packed = self._operations.pack_grid(
+                draft_lens, grid, seq_lens, req_to_token, batch.req_pool_indices, tier or num_tokens
             )
+            if grid.shape is not None:
+                # Read before the scheduler may give a finished request's row to another one.
+                columns = seq_lens[:, None] + torch.arange(grid.tokens.shape[1], device=seq_lens.device)
+                grid_slots = req_to_token[batch.req_pool_indices[:, None], columns].to(torch.int64)
 
         with self.phases("verify"):
             forward_batch, target_result = forward_target(
-                batch, self._target_worker, packed, candidates.shape[1]
+                batch, self._target_worker, packed, grid, self._draft.target_hidden_mode
             )
             logits_output = target_result.logits_output
 
@@ -139,20 +168,26 @@ class TetrisWorker(BaseSpecWorker):
                 batch,
                 self._target_worker.model_runner.sampler,
                 logits_output,
-                candidates,
+                grid,
                 packed,
                 num_tokens,
                 grammar_barrier,
             )
-            accepted = self._operations.accept(tokens, packed.qo_indptr, candidates, seq_lens)
+            accepted = self._operations.accept_grid(tokens, packed, grid, seq_lens)
+            if accepted.path is not None:
+                kv_pool = self._target_worker.model_runner.token_to_kv_pool
+                commit_paths(kv_pool, grid_slots, accepted.path, accepted.accept_lens)
             if logprob_logits is not None:
-                compute_logprobs(batch, logits_output, logprob_logits, accepted.target_tokens, packed)
+                compute_logprobs(batch, logits_output, logprob_logits, accepted, packed)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
+            hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
+            next_draft_input = self._draft.after_verify(batch, accepted, hidden_states, packed.qo_indptr)
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
+        num_drafted = proposal.tokens.shape[1]
         self.metrics.count_step(
             batch_size=batch_size,
-            drafted=batch_size * depth,
+            drafted=batch_size * num_drafted,
             selected=capacity_tokens,
             verified_rows=int(forward_batch.input_ids.shape[0]),
         )
@@ -161,11 +196,11 @@ class TetrisWorker(BaseSpecWorker):
             logits_output=logits_output,
             next_token_ids=accepted.target_tokens.reshape(-1),
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
-            next_draft_input=make_draft_input(accepted.last_tokens, accepted.bonus_tokens),
+            next_draft_input=next_draft_input,
             accept_lens=accept_lens,
             cap_lens=packed.verify_lens,
             # SGLang sums this per request, for DSPARK alone; here it carries the drafted tokens (runtime/metrics.py).
-            block_accept_lens=torch.full_like(accept_lens, depth),
+            block_accept_lens=torch.full_like(accept_lens, num_drafted),
             new_seq_lens=accepted.new_seq_lens,
             can_run_cuda_graph=target_result.can_run_cuda_graph,
             routed_experts_output=target_result.routed_experts_output,
@@ -173,18 +208,24 @@ class TetrisWorker(BaseSpecWorker):
             extra_keep_alive_refs=[forward_batch],
         )
 
+    def _draft_context(self):
+        if self._draft_worker is None:
+            return contextlib.nullcontext()
+        return draft_tp_context(self._draft_worker.parallel_layout)
+
     def _plan_step(self, batch_size: int) -> tuple[int, int, int | None]:
         """This step's capacity in draft tokens, the depth to draft to, and the rows of the captured target pass, if any."""
         capacity_tokens, num_steps = self.capacity.choose(batch_size), self.speculative_num_steps
-        # No request can be given more tokens than the whole capacity, so a small one needs no deep drafts. A captured
-        # chain always has its full depth.
-        captured = self._draft_worker.chain_graphs is not None
+        # No request can be given more tokens than the whole capacity, so a small one needs no deep drafts. Captured
+        # passes always go to the full depth.
+        captured = getattr(self._draft_worker, "captured", None) is not None
         depth = num_steps if captured else min(num_steps, capacity_tokens)
-        capacity_tokens = min(capacity_tokens, batch_size * depth)
+        num_nodes = batch_size * self._draft.count_nodes(depth)
+        capacity_tokens = min(capacity_tokens, num_nodes)
         tier = None
         if self.device == "cuda":
             tier = graph_tier(self._target_worker, batch_size, batch_size + capacity_tokens)
         if tier is not None:
             # The rows up to the tier are paid for anyway.
-            capacity_tokens = min(tier - batch_size, batch_size * depth)
+            capacity_tokens = min(tier - batch_size, num_nodes)
         return capacity_tokens, depth, tier

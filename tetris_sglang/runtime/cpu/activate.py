@@ -20,6 +20,8 @@ SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
 # a CPU that needs a C++ compiler, and stalls the first request that meets one for more than it ever saves.
 COMPILE_VARIABLE = "TORCH_COMPILE_DISABLE"
 
+MOVE_VARIABLE = "SGLANG_NATIVE_MOVE_KV_CACHE"
+
 
 def has_accelerator() -> bool:
     """Whether torch sees any accelerator that SGLang would choose by itself."""
@@ -52,10 +54,12 @@ def activate() -> None:
     if not is_active():
         return
     os.environ[ENGINE_VARIABLE] = "1"
-    # The processes that the server spawns read these two; what the user set stays.
+    # The processes that the server spawns read these; what the user set stays.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(SPIN_VARIABLE, SPIN_COUNT)
     os.environ.setdefault(COMPILE_VARIABLE, "1")
+    # Accepted tree nodes move within the KV pool; by default a Triton kernel would move them.
+    os.environ.setdefault(MOVE_VARIABLE, "1")
     from tetris_sglang.runtime.cpu import operators
 
     operators.install()

@@ -1,8 +1,7 @@
-"""The draft's whole chain as one CUDA graph per batch size.
+"""All of the draft's passes of a step as one CUDA graph per batch size.
 
-Upstream captures the draft's single-token passes and its extend pass separately. TETRIS's first pass takes two tokens per
-request and needs no hidden states, so everything from the last committed tokens to the drafts' probabilities is one graph.
-It always drafts the full depth.
+Upstream captures the draft's single-token passes and its extend pass separately. TETRIS's first pass comes before the others
+in the same step, so everything from the window of new tokens to the proposal is one graph. It always goes to the full depth.
 """
 
 from __future__ import annotations
@@ -12,30 +11,33 @@ import time
 
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
 from sglang.srt.speculative.eagle_info import EagleDraftInput
+from sglang.srt.speculative.eagle_utils import get_draft_input_from_target_hidden_dim
 from sglang.srt.utils import get_available_gpu_memory
 from torch import Tensor
 
-from tetris_sglang.runtime.draft import DraftChains, make_two_token_input
+from tetris_sglang.drafting import Proposal, TreeShape
+from tetris_sglang.runtime.draft import Window, make_window_input
 
 logger = logging.getLogger(__name__)
 
 
-def capture_chains(draft_worker) -> ChainGraphs | None:
-    """Capture for every batch size that SGLang captures; None where decode graphs are switched off."""
+def capture_drafts(draft) -> DraftGraphs | None:
+    """Capture for every batch size that SGLang captures; None where decode graphs are switched off.
+
+    Args:
+        draft: a `ModelDraft`.
+    """
     if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
         return None
-    started_at, before = (
-        time.perf_counter(),
-        get_available_gpu_memory(draft_worker.device, draft_worker.gpu_id),
-    )
-    graphs = ChainGraphs(draft_worker)
-    after = get_available_gpu_memory(draft_worker.device, draft_worker.gpu_id)
+    started_at, before = time.perf_counter(), get_available_gpu_memory(draft.device, draft.gpu_id)
+    graphs = DraftGraphs(draft)
+    after = get_available_gpu_memory(draft.device, draft.gpu_id)
     logger.info(
-        "TETRIS: captured %d draft chains in %.1f s, %.2f GiB",
+        "TETRIS: captured %d drafts in %.1f s, %.2f GiB",
         len(graphs.capture_bs),
         time.perf_counter() - started_at,
         before - after,
@@ -43,14 +45,15 @@ def capture_chains(draft_worker) -> ChainGraphs | None:
     return graphs
 
 
-class ChainGraphs(EAGLEDraftCudaGraphRunner):
-    """Upstream's capture loop, buffers and backend around `TetrisDraftWorker.run_chain`."""
+class DraftGraphs(EAGLEDraftCudaGraphRunner):
+    """Upstream's capture loop, buffers and backend around `ModelDraft.run`."""
 
-    def __init__(self, draft_worker) -> None:
-        self._draft_worker = draft_worker
+    def __init__(self, draft) -> None:
+        self._draft = draft
+        self._width = draft.window_width
         self._batches: dict[int, tuple[ForwardBatch, ForwardBatch]] = {}
-        """The captured batches by size: the two-token pass and the others. They view the static buffers."""
-        super().__init__(draft_worker)
+        """The captured batches by size: the window's pass and the others. They view the static buffers."""
+        super().__init__(draft)
 
     def can_run(self, batch_size: int) -> bool:
         return batch_size <= self.max_bs
@@ -58,55 +61,64 @@ class ChainGraphs(EAGLEDraftCudaGraphRunner):
     # -- capture ---------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
+        draft = self._draft
         with torch.device(self.device):
-            self._last_and_bonus = torch.zeros((self.max_bs, 2), dtype=torch.int64)
-            # The draft's KV lengths while it drafts: the bonus token counts.
+            self._tokens = torch.zeros((self.max_bs, self._width), dtype=torch.int64)
+            self._counts = torch.zeros(self.max_bs, dtype=torch.int64)
+            # The draft's KV lengths while it drafts: the window counts.
             self._draft_lens = torch.zeros(self.max_bs, dtype=torch.int64)
+            self._hidden_states = None
+            if draft.reads_hidden_states:
+                size = get_draft_input_from_target_hidden_dim(self.model_runner)
+                dtype = self.model_runner.model_config.dtype
+                self._hidden_states = torch.zeros((self.max_bs, self._width, size), dtype=dtype)
         self._draft_lens_cpu = torch.zeros(self.max_bs, dtype=torch.int64)
         self._fill(self.max_bs, 0)
-        self._two_token_backend.init_cuda_graph_state(self.max_bs, 2 * self.max_bs)
+        self._window_backend.init_cuda_graph_state(self.max_bs, self._width * self.max_bs)
         super().capture()
 
     @property
-    def _two_token_backend(self):
-        return self._draft_worker.draft_runner.attn_backend
+    def _window_backend(self):
+        return self._draft.draft_runner.attn_backend
 
     def capture_one_shape(self, size: int, forward, *_, **__) -> None:
         first, rest = self._batches[size] = self._make_batches(size)
         self._plan(first, rest, in_capture=True)
-        buffers = self.buffers
+        buffers, depth = self.buffers, self.speculative_num_steps
 
-        def run_once() -> tuple[Tensor, Tensor]:
-            positions, slots = self._draft_worker.locate(
-                buffers.seq_lens[:size], buffers.req_pool_indices[:size], self.speculative_num_steps
+        def run_once() -> tuple[Tensor, ...]:
+            window = self._window(size)
+            places = self._draft.locate(
+                window.counts, buffers.seq_lens[:size], buffers.req_pool_indices[:size], depth
             )
-            chains = self._draft_worker.run_chain(
-                first,
-                rest,
-                self._last_and_bonus[:size],
-                positions,
-                slots,
-                self.temperatures[:size],
-                self.speculative_num_steps,
-                self._forward,
+            # Each pass replaces the states that the others read.
+            first.spec_info.hidden_states = (
+                None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
             )
-            return tuple(chains)
+            proposal = self._draft.run(
+                first, rest, window, places, self.temperatures[:size], depth, self._forward
+            )
+            return (proposal.tokens, proposal.scores, *(proposal.shape or ()))
 
         with forward_context(ForwardContext(attn_backend=self.draft_attn_backend), forward_batch=rest):
             self.backend.capture_one(
                 self._make_graph_key(size), run_once, capture_inputs=None, post_warmup_hook=None
             )
 
-    def _forward(self, forward_batch: ForwardBatch, backend) -> Tensor:
+    def _forward(self, forward_batch: ForwardBatch, backend):
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
             backend.init_forward_metadata_in_graph(forward_batch)
-            output = self.model_runner.model.forward(
+            return self.model_runner.model.forward(
                 forward_batch.input_ids, forward_batch.positions, forward_batch
             )
-        return output.next_token_logits
+
+    def _window(self, size: int) -> Window:
+        states = self._hidden_states
+        counts = None if self._width == 2 else self._counts[:size]
+        return Window(self._tokens[:size], counts, None if states is None else states[:size])
 
     def _make_batches(self, size: int) -> tuple[ForwardBatch, ForwardBatch]:
-        buffers, device = self.buffers, self.device
+        buffers, device, width, branches = self.buffers, self.device, self._width, self.topk
         shared = {
             "batch_size": size,
             "input_ids": None,
@@ -116,29 +128,29 @@ class ChainGraphs(EAGLEDraftCudaGraphRunner):
             "seq_lens_sum": int(self._draft_lens_cpu[:size].sum()),
             "return_logprob": False,
             "spec_algorithm": self.model_runner.spec_algorithm,
-            "capture_hidden_mode": CaptureHiddenMode.NULL,
+            "capture_hidden_mode": self._draft.hidden_mode,
         }
-        positions = torch.zeros(2 * size, dtype=torch.int64, device=device)
+        positions = torch.zeros(width * size, dtype=torch.int64, device=device)
         first = ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND_V2,
-            out_cache_loc=torch.zeros(2 * size, dtype=torch.int64, device=device),
+            out_cache_loc=torch.zeros(width * size, dtype=torch.int64, device=device),
             positions=positions,
-            extend_seq_lens=torch.full((size,), 2, dtype=torch.int32, device=device),
-            extend_seq_lens_cpu=[2] * size,
-            spec_info=make_two_token_input(positions, size),
+            extend_seq_lens=torch.full((size,), width, dtype=torch.int32, device=device),
+            extend_seq_lens_cpu=[width] * size,
+            spec_info=make_window_input(self._window(size), positions),
             **shared,
         )
         rest = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             out_cache_loc=torch.zeros(
-                size * (self.speculative_num_steps - 1), dtype=torch.int64, device=device
+                size * branches * (self.speculative_num_steps - 1), dtype=torch.int64, device=device
             ),
             # FlashInfer's planner reads the lengths from here.
-            positions=self._draft_lens[:size],
+            positions=self._draft_lens[:size].repeat_interleave(branches),
             spec_info=EagleDraftInput(
-                num_tokens_per_req=1,
-                num_tokens_for_logprob_per_req=1,
-                capture_hidden_mode=CaptureHiddenMode.NULL,
+                num_tokens_per_req=branches,
+                num_tokens_for_logprob_per_req=branches,
+                capture_hidden_mode=self._draft.hidden_mode,
             ),
             **shared,
         )
@@ -147,7 +159,7 @@ class ChainGraphs(EAGLEDraftCudaGraphRunner):
         return first, rest
 
     def _plan(self, first: ForwardBatch, rest: ForwardBatch, in_capture: bool = False) -> None:
-        self._two_token_backend.init_forward_metadata_out_graph(first, in_capture=in_capture)
+        self._window_backend.init_forward_metadata_out_graph(first, in_capture=in_capture)
         self.draft_attn_backend.init_forward_metadata_out_graph(rest, in_capture=in_capture)
         for batch in (first, rest):
             batch.mark_forward_metadata_ready()
@@ -156,18 +168,20 @@ class ChainGraphs(EAGLEDraftCudaGraphRunner):
 
     def replay(
         self,
-        last_and_bonus: Tensor,
+        window: Window,
         seq_lens: Tensor,
         seq_lens_cpu: Tensor | None,
         req_pool_indices: Tensor,
         temperatures: Tensor,
-    ) -> DraftChains:
+        depth: int,
+    ) -> Proposal:
         """Draft with the graph of the next captured batch size.
 
         Args:
-            last_and_bonus: [batch, 2]. seq_lens: [batch], tokens with target KV, and the same on the host if it has it
-                (some attention backends do without).
+            seq_lens: [batch], tokens with target KV, and the same on the host if it has it (some attention backends do
+                without).
             req_pool_indices: [batch]. temperatures: [batch, 1].
+            depth: the whole one for trees; chains are cut to it.
         Returns:
             Views of the graph's output, valid until the next replay.
         """
@@ -175,27 +189,37 @@ class ChainGraphs(EAGLEDraftCudaGraphRunner):
         size = self._pad_to_bucket(batch_size, self.capture_bs)
         if size != batch_size:
             self._fill(size, batch_size)
-        self._last_and_bonus[:batch_size] = last_and_bonus
+        extra = 1 - self._draft.shift
+        self._tokens[:batch_size] = window.tokens
+        self._counts[:batch_size] = window.counts
+        if self._hidden_states is not None:
+            self._hidden_states[:batch_size] = window.hidden_states
         self.buffers.seq_lens[:batch_size] = seq_lens
-        self._draft_lens[:batch_size] = seq_lens + 1
+        self._draft_lens[:batch_size] = seq_lens + extra
         self.buffers.req_pool_indices[:batch_size] = req_pool_indices
         self.temperatures[:batch_size] = temperatures
         first, rest = self._batches[size]
         if seq_lens_cpu is not None:
-            self._draft_lens_cpu[:batch_size] = seq_lens_cpu + 1
+            self._draft_lens_cpu[:batch_size] = seq_lens_cpu + extra
         for planned in (first, rest):
             planned.seq_lens_cpu = None if seq_lens_cpu is None else self._draft_lens_cpu[:size]
             planned.seq_lens_sum = None if seq_lens_cpu is None else int(self._draft_lens_cpu[:size].sum())
-        rest.positions = self._draft_lens[:size]
+        rest.positions = self._draft_lens[:size].repeat_interleave(self.topk)
         self._plan(first, rest)
-        tokens, probs = self._replay_graph(self._make_graph_key(size), rest)
-        return DraftChains(tokens[:batch_size], probs[:batch_size])
+        tokens, scores, *shape = self._replay_graph(self._make_graph_key(size), rest)
+        if shape:
+            shape = TreeShape(*(columns[:batch_size] for columns in shape))
+            return Proposal(tokens[:batch_size], scores[:batch_size], shape)
+        return Proposal(tokens[:batch_size, :depth], scores[:batch_size, :depth])
 
     def _fill(self, size: int, start: int) -> None:
         """Let the slots from `start` on be harmless: request row 0, whose KV slots are all the padding slot 0."""
-        self._last_and_bonus[start:size] = 0
-        self.buffers.seq_lens[start:size] = 1
-        self._draft_lens[start:size] = 2
-        self._draft_lens_cpu[start:size] = 2
+        self._tokens[start:size] = 0
+        self._counts[start:size] = 1
+        self.buffers.seq_lens[start:size] = self._width
+        self._draft_lens[start:size] = self._width + 1 - self._draft.shift
+        self._draft_lens_cpu[start:size] = self._width + 1 - self._draft.shift
         self.buffers.req_pool_indices[start:size] = 0
         self.temperatures[start:size] = 1
+        if self._hidden_states is not None:
+            self._hidden_states[start:size] = 0

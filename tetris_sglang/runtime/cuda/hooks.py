@@ -12,6 +12,9 @@ def make_capture_input(original, runner, num_tokens: int):
         or not runner.ragged_verify_mode
     ):
         return original(runner, num_tokens)
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    from tetris_sglang.runtime.draft_kind import HEADS, current_kind
     from tetris_sglang.runtime.verify import make_verify_input
 
     return make_verify_input(
@@ -19,6 +22,7 @@ def make_capture_input(original, runner, num_tokens: int):
         input_ids=None,
         positions=None,
         layout=runner._capture_ragged_verify_layout(num_tokens),
+        hidden_mode=CaptureHiddenMode.FULL if current_kind() in HEADS else CaptureHiddenMode.NULL,
     )
 
 

@@ -1,0 +1,135 @@
+"""One step's drafts for a batch, in the numbering that selection, verification and acceptance share.
+
+Numbering: a request's tokens are columns of a grid. Column 0 is the root (the last token known), column 1 + i is node i.
+Nodes stand in descending order of survival, shallower ones first among equals. A node never survives without its parent,
+so a parent stands before its children, and every batch-wide choice of the C most likely nodes is a prefix of each
+request's list: the same `draft_lens` describe chains and trees.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TreeShape(NamedTuple):
+    """How the columns of a grid hang together."""
+
+    parents: Tensor
+    """[batch, width] int64, the column of each column's parent; the root is its own."""
+    depths: Tensor
+    """[batch, width] int64, 0 for the root."""
+
+
+class Proposal(NamedTuple):
+    tokens: Tensor
+    """[batch, num_nodes] int64."""
+    scores: Tensor
+    """[batch, num_nodes] float32. Chains: the probability of each token given those before it. Trees: each node's
+    survival, the product of the probabilities from the root to it, non-increasing."""
+    shape: TreeShape | None = None
+    """[batch, num_nodes + 1]; None: chains, node i follows node i - 1."""
+
+
+class Grid(NamedTuple):
+    """Roots and drafts together, in rows of a fixed width."""
+
+    tokens: Tensor
+    """[batch, width] int64; columns beyond the proposal's nodes hold 0."""
+    max_depth: int
+    shape: TreeShape | None = None
+    """[batch, width]; None: chains."""
+
+
+def make_grid(roots: Tensor, proposal: Proposal, max_depth: int, width: int) -> Grid:
+    """Put the roots before the nodes and widen to what SGLang reads.
+
+    Args:
+        roots: [batch] integers. max_depth: of any node. width: at least num_nodes + 1.
+    Sync: none; CUDA-graph safe.
+    """
+    pad = torch.nn.functional.pad
+    unused = width - 1 - proposal.tokens.shape[1]
+    tokens = pad(torch.cat((roots.to(torch.int64)[:, None], proposal.tokens), dim=1), (0, unused))
+    if proposal.shape is None:
+        return Grid(tokens, max_depth)
+    # Columns that are no nodes hang below the root; nobody selects them.
+    return Grid(tokens, max_depth, TreeShape(*(pad(column, (0, unused)) for column in proposal.shape)))
+
+
+def count_nodes(depth: int, branches: int) -> int:
+    """Nodes that `TreeGrower` knows after `depth` levels of `branches` expanded nodes with as many children each."""
+    return branches + (depth - 1) * branches**2
+
+
+def order_nodes(
+    tokens: Tensor, survival: Tensor, parents: Tensor, depths: Tensor, max_nodes: int
+) -> Proposal:
+    """Put nodes into the order of `Proposal` and keep the first `max_nodes`.
+
+    Args:
+        tokens, survival: [batch, n], level by level, so that a parent stands before its children; survival at most the
+            parent's.
+        parents: [batch, n] int64, index of the parent, -1 for the root.
+        depths: [n] int64, from 1.
+    Sync: none; CUDA-graph safe.
+    Example: survival [.6, .3, .5, .1], parents [-1, -1, 0, 0], max_nodes 3: nodes 0, 2, 1 with parents in columns 0, 1, 0
+    """
+    # Stable: at equal survival the order of levels stays, so no child overtakes its parent.
+    order = survival.sort(dim=1, descending=True, stable=True).indices
+    column = torch.empty_like(order)
+    column.scatter_(1, order, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order))
+    # Index -1, the root, is column 0.
+    column = torch.nn.functional.pad(column, (1, 0))
+    order = order[:, :max_nodes]
+    parent_columns = column.gather(1, parents.gather(1, order) + 1)
+    return Proposal(
+        tokens.gather(1, order),
+        survival.gather(1, order),
+        TreeShape(
+            torch.nn.functional.pad(parent_columns, (1, 0)), torch.nn.functional.pad(depths[order], (1, 0))
+        ),
+    )
+
+
+def merge_branches(tokens: Tensor, probs: Tensor, max_nodes: int) -> Proposal:
+    """The tree of several chains that part at the root.
+
+    Args:
+        tokens: [batch, branches, depth] int64, the first tokens of a request's branches all different.
+        probs: [batch, branches, depth] float32, of each token given those before it on its branch.
+        max_nodes: at most so many are kept.
+    Returns:
+        Chains where there is one branch.
+    Sync: none; CUDA-graph safe.
+    """
+    batch, branches, depth = tokens.shape
+    if branches == 1:
+        return Proposal(tokens[:, 0, :max_nodes], probs[:, 0, :max_nodes])
+    survival = probs.nan_to_num(nan=0.0).clamp(0.0, 1.0).cumprod(dim=2).cummin(dim=2).values
+    device = tokens.device
+    index = torch.arange(depth * branches, device=device)
+    parents = torch.where(index < branches, -1, index - branches).expand(batch, -1)
+    by_level = (t.transpose(1, 2).reshape(batch, -1) for t in (tokens, survival))
+    return order_nodes(*by_level, parents, index // branches + 1, max_nodes)
+
+
+def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
+    """Which columns each column sees in a verify pass: itself and its ancestors.
+
+    Args:
+        parents: [batch, width] int64, as in `TreeShape`.
+        max_depth: of any column.
+    Returns:
+        [batch, width, width] bool; row i is what column i sees.
+    Sync: none; CUDA-graph safe.
+    """
+    batch, width = parents.shape
+    itself = torch.eye(width, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    above = parents[:, :, None].expand(-1, -1, width)
+    mask = itself
+    for _ in range(max_depth):
+        mask = itself | mask.gather(1, above)
+    return mask

@@ -1,0 +1,53 @@
+"""What drafts: a standalone model, a head on the target's states, or n-grams. Found out once, at start-up."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+VARIABLE = "SGLANG_TETRIS_DRAFT_KIND"
+"""Where the answer stands for every process of the server."""
+
+STANDALONE, EAGLE, EAGLE3, MTP, NGRAM = DRAFT_KINDS = ("standalone", "eagle", "eagle3", "mtp", "ngram")
+HEADS = (EAGLE, EAGLE3, MTP)
+"""Those that read the target's hidden states."""
+
+
+def current_kind() -> str:
+    """As found out by `find_kind`; a standalone model before that."""
+    return os.environ.get(VARIABLE, STANDALONE)
+
+
+def find_kind(chosen: str, target: Any, draft_path: str | None, draft: Any | None) -> str:
+    """One of `DRAFT_KINDS`.
+
+    Args:
+        chosen: the setting: "auto" or one of `DRAFT_KINDS`.
+        target, draft: the models' text configs; draft None where draft_path is.
+    Raises:
+        ValueError: the setting contradicts the models.
+    """
+    has_own_layers = bool(getattr(target, "num_nextn_predict_layers", 0))
+    if draft_path is None:
+        possible = (MTP, NGRAM) if has_own_layers else (NGRAM,)
+    elif chosen == MTP or _architecture(draft).endswith(("mtp", "nextn")):
+        possible = (MTP,)
+    else:
+        possible = (_kind_of(draft),)
+    kind = possible[0] if chosen == "auto" else chosen
+    if kind in possible:
+        return kind
+    given = "no --speculative-draft-model-path" if draft_path is None else draft_path
+    raise ValueError(
+        f"--speculative-tetris-draft {chosen} contradicts {given}, with which TETRIS drafts by {' or '.join(possible)}. Leave "
+        f"the flag out, or give the draft that it needs."
+    )
+
+
+def _kind_of(draft: Any) -> str:
+    name = _architecture(draft)
+    return EAGLE3 if "eagle3" in name else EAGLE if "eagle" in name else STANDALONE
+
+
+def _architecture(config: Any) -> str:
+    return (getattr(config, "architectures", None) or [""])[0].lower()
