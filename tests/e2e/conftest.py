@@ -40,7 +40,29 @@ ARGUMENTS = {
         "--speculative-tetris-capacity-per-request", "5", "--max-total-tokens", "2048", "--chunked-prefill-size", "64",
         "--schedule-conservativeness", "0.1",
     ],
+    # The same with trees of all their nodes: the target's own chain is in each, so every level must be accepted.
+    "perfect_tree": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(TARGET), "--speculative-eagle-topk", "2",
+        "--speculative-num-draft-tokens", "19", "--speculative-tetris-capacity-per-request", "18",
+        "--max-total-tokens", "2048", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1",
+    ],
+    "tree": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
+        "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
+    ],
+    "ngram": [*COMMON, *TETRIS, "--speculative-eagle-topk", "2", "--speculative-tetris-capacity-per-request", "3"],
+    "eagle": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle"),
+        "--speculative-tetris-capacity-per-request", "2.5",
+    ],
+    "eagle3": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
+        "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
+        "--disable-overlap-schedule",
+    ],
 }  # fmt: skip
+# Kept for the session, because other tests than those of one fixture use them.
+SHARED = ("plain", "overlap")
 
 
 class Servers:
@@ -59,6 +81,10 @@ class Servers:
         self._processes |= wanted
         return [Client(self._processes[name].url, self._processes[name].log_path) for name in names]
 
+    def stop_one(self, name: str) -> None:
+        if name in self._processes and name not in SHARED:
+            self._processes.pop(name).stop()
+
     def _make(self, name: str) -> ServerProcess:
         return ServerProcess(ARGUMENTS[name], self._log_folder / f"{name}.log", start_timeout_s=400)
 
@@ -73,7 +99,7 @@ def servers(tmp_path_factory):
     servers = Servers(folder)
     # Nearly every test compares with these.
     try:
-        servers.get("plain", "overlap")
+        servers.get(*SHARED)
         yield servers
     finally:
         servers.stop()
@@ -84,10 +110,11 @@ def plain(servers) -> Client:
     return servers.get("plain")[0]
 
 
-@pytest.fixture(scope="session", params=["overlap", "synchronous"])
-def tetris(servers, request) -> Client:
-    """The ordinary TETRIS server, with and without overlap scheduling."""
-    return servers.get(request.param)[0]
+@pytest.fixture(scope="session", params=["overlap", "synchronous", "tree", "ngram", "eagle", "eagle3"])
+def tetris(servers, request):
+    """The ordinary TETRIS server, with and without overlap scheduling, and one for every kind of draft."""
+    yield servers.get(request.param)[0]
+    servers.stop_one(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -95,9 +122,10 @@ def overlap(servers) -> Client:
     return servers.get("overlap")[0]
 
 
-@pytest.fixture(scope="session")
-def perfect(servers) -> Client:
-    return servers.get("perfect")[0]
+@pytest.fixture(scope="session", params=["perfect", "perfect_tree"])
+def perfect(servers, request):
+    yield servers.get(request.param)[0]
+    servers.stop_one(request.param)
 
 
 @pytest.fixture(scope="session")

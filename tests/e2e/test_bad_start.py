@@ -75,9 +75,21 @@ STARTS = {
         ],
         ["--speculative-num-steps=0", "Choose a value in that range"],
     ),
-    "draft trees": Start(
-        [*PAIR, "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"],
-        ["--speculative-eagle-topk 4 does not work with --speculative-algorithm TETRIS", "Remove that flag"],
+    "a draft tree too large": Start(
+        [
+            *PAIR,
+            "--speculative-num-steps",
+            "2",
+            "--speculative-eagle-topk",
+            "2",
+            "--speculative-num-draft-tokens",
+            "9",
+        ],
+        [
+            "--speculative-num-draft-tokens 9",
+            "at least 3 and at most 7 tokens",
+            "Choose a value in that range",
+        ],
     ),
     "another release": Start(
         PAIR,

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from tetris_sglang.config import SETTINGS, TetrisConfig
+from tetris_sglang.runtime import draft_kind
 from tetris_sglang.runtime.arguments import UNSUPPORTED, validate_device, validate_server_args
 
 LLAMA = {
@@ -134,7 +135,6 @@ def test_an_unknown_flag_ends_parsing(parser, capsys):
 
 # One value of each argument that asks for the unsupported feature.
 GIVEN = {
-    "speculative_eagle_topk": 4,
     "lora_paths": ["adapter"],
     "attn_dp_size": 2,
     "pp_size": 2,
@@ -142,7 +142,6 @@ GIVEN = {
     "disaggregation_mode": "decode",
     "speculative_accept_threshold_single": 0.5,
     "speculative_accept_threshold_acc": 0.5,
-    "speculative_token_map": "map.pt",
     "dllm_algorithm": "LowConfidence",
     "tokenizer_worker_num": 2,
 }
@@ -157,7 +156,7 @@ def test_unsupported_arguments_are_refused_by_name(make_args, item):
 
 
 def test_what_the_readme_lists_is_refused():
-    """The refusals that must not get lost: LoRA, DP attention, PP, two-batch overlap, PD, draft trees, thresholds."""
+    """The refusals that must not get lost: LoRA, DP attention, PP, two-batch overlap, PD, thresholds."""
     assert {item.argument for item in UNSUPPORTED} >= {
         "enable_lora",
         "lora_paths",
@@ -167,7 +166,6 @@ def test_what_the_readme_lists_is_refused():
         "enable_pdmux",
         "disaggregation_mode",
         "enable_mixed_chunk",
-        "speculative_eagle_topk",
         "speculative_accept_threshold_single",
         "speculative_accept_threshold_acc",
         "enable_custom_logit_processor",
@@ -253,6 +251,37 @@ def test_number_of_draft_tokens_that_contradicts_the_steps(make_args, num_steps,
     assert_refused(args, f"--speculative-num-draft-tokens {num_draft_tokens}", "Leave the former out")
 
 
+@pytest.mark.parametrize("topk", [0, -1, 17])
+def test_number_of_branches(make_args, topk):
+    assert_refused(make_args(speculative_eagle_topk=topk), f"--speculative-eagle-topk {topk}", "2 to 16")
+
+
+@pytest.mark.parametrize(
+    "draft_path, num_draft_tokens, most", [("draft", 3, 23), ("draft", 24, 23), (None, 11, 10)]
+)
+def test_number_of_nodes_that_no_tree_has(make_args, draft_path, num_draft_tokens, most):
+    arguments = {} if draft_path else {"speculative_draft_model_path": None}
+    args = make_args(
+        speculative_num_steps=3,
+        speculative_eagle_topk=3,
+        speculative_num_draft_tokens=num_draft_tokens,
+        **arguments,
+    )
+    assert_refused(
+        args, f"--speculative-num-draft-tokens {num_draft_tokens}", f"at least 4 and at most {most} tokens"
+    )
+
+
+def test_trees_share_no_pages(make_args):
+    assert_refused(make_args(speculative_eagle_topk=2, page_size=16), "--page-size 16", "--page-size 1")
+
+
+def test_trees_on_gpus_wait(make_args):
+    assert_refused(
+        make_args(speculative_eagle_topk=2, device="cuda"), "--speculative-eagle-topk 2", "chains only"
+    )
+
+
 @pytest.mark.parametrize(
     "variables, part",
     [
@@ -270,11 +299,54 @@ def test_variables_are_checked_at_start(make_args, environment, variables, part)
 # -- models -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [None, ""])
-def test_missing_draft_path(make_args, path):
+def test_an_empty_draft_path(make_args):
     assert_refused(
-        make_args(speculative_draft_model_path=path), "--speculative-draft-model-path is missing", "Give"
+        make_args(speculative_draft_model_path=""),
+        "--speculative-draft-model-path is empty",
+        "leave the flag",
     )
+
+
+HEAD = {"hidden_size": 64, "num_hidden_layers": 1}
+KINDS = {
+    "standalone": ({}, {"hidden_size": 32}),
+    "eagle": ({}, {"architectures": ["LlamaForCausalLMEagle"], **HEAD}),
+    "eagle3": ({}, {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 100, **HEAD}),
+    "mtp": ({"num_nextn_predict_layers": 1}, None),
+    "ngram": ({}, None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_draft_is_found_out(make_args, write_config, environment, kind):
+    target, draft = KINDS[kind]
+    draft = None if draft is None else write_config("its_draft", **draft)
+    args = make_args(model_path=write_config("its_target", **target), speculative_draft_model_path=draft)
+    validate_server_args(args)
+    assert draft_kind.current_kind() == kind
+    environment["SGLANG_TETRIS_DRAFT"] = kind
+    validate_server_args(args)
+    environment["SGLANG_TETRIS_DRAFT"] = "ngram" if kind == "standalone" else "standalone"
+    other = environment["SGLANG_TETRIS_DRAFT"]
+    assert_refused(args, f"--speculative-tetris-draft {other} contradicts", kind, "Leave the flag out")
+
+
+def test_layers_of_the_target_need_not_be_used(make_args, write_config, environment):
+    environment["SGLANG_TETRIS_DRAFT"] = "ngram"
+    target = write_config("its_target", num_nextn_predict_layers=1)
+    validate_server_args(make_args(model_path=target, speculative_draft_model_path=None))
+    assert draft_kind.current_kind() == "ngram"
+
+
+def test_a_head_of_another_target(make_args, write_config):
+    draft = write_config("head", architectures=["LlamaForCausalLMEagle"], hidden_size=96)
+    assert_refused(
+        make_args(speculative_draft_model_path=draft), f"--speculative-draft-model-path {draft}", "96", "64"
+    )
+
+
+def test_a_token_map_without_an_eagle_head(make_args):
+    assert_refused(make_args(speculative_token_map="map.pt"), "--speculative-token-map map.pt", "standalone")
 
 
 @pytest.mark.parametrize("argument", ["model_path", "speculative_draft_model_path"])
@@ -356,6 +428,18 @@ def test_resolution_fills_in_what_tetris_implies(plugins, make_args):
     assert resolved.speculative_eagle_topk == 1
 
 
+def test_resolution_sizes_a_tree_and_finds_the_targets_own_layers(plugins, make_args, write_config):
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    resolved = resolving_view(resolve(make_args(speculative_num_steps=4, speculative_eagle_topk=3)))
+    assert (resolved.speculative_num_draft_tokens, resolved.speculative_eagle_topk) == (13, 3)
+    resolved = resolving_view(resolve(make_args(speculative_num_steps=1, speculative_eagle_topk=3)))
+    assert resolved.speculative_num_draft_tokens == 4
+    target = write_config("its_target", num_nextn_predict_layers=1)
+    args = make_args(model_path=target, speculative_draft_model_path=None)
+    assert resolving_view(resolve(args)).speculative_draft_model_path == target
+
+
 @pytest.mark.parametrize("spelling", ["TETRIS", "tetris"])
 @pytest.mark.parametrize(
     "arguments, message",
@@ -365,11 +449,10 @@ def test_resolution_fills_in_what_tetris_implies(plugins, make_args):
             {"speculative_draft_model_path": "/no/such"},
             "--speculative-draft-model-path /no/such: no such folder",
         ),
-        ({"speculative_draft_model_path": None}, "--speculative-draft-model-path is missing"),
         ({"speculative_num_steps": 0}, "--speculative-num-steps=0"),
-        ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4"),
+        ({"speculative_eagle_topk": 17}, "--speculative-eagle-topk 17"),
     ],
-    ids=["no folder", "no path", "no steps", "trees"],
+    ids=["no folder", "no steps", "trees"],
 )
 def test_resolution_ends_with_our_message(plugins, make_args, spelling, arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -11,8 +11,8 @@ from tetris_sglang.runtime.cpu.activate import activate
 
 activate()  # as SGLang does, before its modules are imported
 
-from tetris_sglang.runtime import inventory
 from tetris_sglang.drafting import Proposal, TreeShape, make_grid
+from tetris_sglang.runtime import inventory
 from tetris_sglang.runtime.draft import Window, align_right, make_draft_input, most_likely, read_window
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.operations import get_operations, warm_up

@@ -276,6 +276,11 @@ def _resolve_num_steps(args) -> int:
 def _validate_models(args, config: TetrisConfig) -> str:
     """The kind of the draft, see `draft_kind.find_kind`."""
     draft_path = args.speculative_draft_model_path
+    if draft_path == "":
+        raise ValueError(
+            "--speculative-draft-model-path is empty: give the path or hub name of a draft, or leave the flag out to draft "
+            "from n-grams of the request's own text."
+        )
     target = _load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
     _validate_architecture("--model-path", args.model_path, target)
     draft = None
