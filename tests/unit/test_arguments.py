@@ -37,7 +37,7 @@ def write_config(tmp_path):
 
 
 @pytest.fixture
-def make_args(write_config):
+def make_args(write_config, environment):
     """Server arguments with a good pair of models, but for what is given."""
     target, draft = write_config("target"), write_config("draft", hidden_size=32)
 
@@ -276,9 +276,12 @@ def test_trees_share_no_pages(make_args):
     assert_refused(make_args(speculative_eagle_topk=2, page_size=16), "--page-size 16", "--page-size 1")
 
 
-def test_trees_on_gpus_wait(make_args):
+def test_trees_on_gpus_need_flashinfer(make_args):
     assert_refused(
-        make_args(speculative_eagle_topk=2, device="cuda"), "--speculative-eagle-topk 2", "chains only"
+        make_args(speculative_eagle_topk=2, device="cuda", attention_backend="fa3"),
+        "--attention-backend fa3",
+        "--speculative-eagle-topk 2",
+        "flashinfer",
     )
 
 

@@ -11,13 +11,14 @@ from tetris_sglang.runtime.cpu.activate import activate
 
 activate()  # as SGLang does, before its modules are imported
 
-from tetris_sglang.drafting import Proposal, TreeShape, make_grid
+from tetris_sglang.drafting import Proposal, TreeShape, ancestor_mask, make_grid
+from tetris_sglang.kernels.tree_mask import pack_tree_mask_reference
 from tetris_sglang.runtime import inventory
 from tetris_sglang.runtime.draft import Window, align_right, make_draft_input, most_likely, read_window
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.phases import PhaseTimer
-from tetris_sglang.runtime.verify import _link_nodes, commit_paths
+from tetris_sglang.runtime.verify import _link_nodes, commit_paths, make_verify_input
 
 
 def pack(draft_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,6 +98,25 @@ def test_a_trees_rows_take_their_depths_positions_and_their_columns_slots():
     assert packed.input_ids.tolist() == [10, 11, 12, 13, 14]
     assert packed.positions.tolist() == [20, 21, 22, 21, 22]
     assert packed.slots.tolist() == [120, 121, 122, 123, 124]
+
+
+def test_flashinfers_flat_mask_is_the_packed_one():
+    """An eager pass and a captured one see the same."""
+    lens, prefixes = [4, 1], [3, 5]
+    ancestors = ancestor_mask(torch.cat((TREE.parents, torch.zeros_like(TREE.parents))), 3)
+    verify_lens = torch.tensor(lens, dtype=torch.int32)
+    spec_info = make_verify_input(
+        width=6,
+        input_ids=None,
+        positions=None,
+        ancestors=ancestors,
+        layout=SimpleNamespace(verify_lens=verify_lens, extend_start_loc=torch.tensor([0, 4])),
+    )
+    kv_lens = [p + n for p, n in zip(prefixes, lens, strict=True)]
+    flat = spec_info._flat_mask(torch.tensor(kv_lens)).tolist()
+    packed = pack_tree_mask_reference(ancestors, lens, kv_lens)
+    bits = [byte >> place & 1 for byte in packed for place in range(8)]
+    assert flat == [bool(bit) for bit in bits[:28] + bits[32:38]]
 
 
 def test_sglang_walks_the_links_of_a_tree():

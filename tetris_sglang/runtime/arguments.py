@@ -213,9 +213,10 @@ def _validate_trees(args, num_steps: int, kind: str, device: str) -> None:
                 f"--speculative-eagle-topk."
             )
         return
-    if device == "cuda":
+    if device == "cuda" and (args.attention_backend or "flashinfer") != "flashinfer":
         raise ValueError(
-            f"--speculative-eagle-topk {topk}: on GPUs TETRIS verifies chains only, so far. Use --speculative-eagle-topk 1."
+            f"--attention-backend {args.attention_backend} does not work with --speculative-eagle-topk {topk} under TETRIS: on "
+            f"GPUs the ragged trees of a batch are verified by flashinfer alone. Use it, or --speculative-eagle-topk 1."
         )
     if (args.page_size or 1) != 1:
         raise ValueError(

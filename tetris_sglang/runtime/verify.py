@@ -41,7 +41,10 @@ class TetrisVerifyInput(EagleVerifyInput):
         plan,
         kind: IdSpaceKind = IdSpaceKind.FULL,
     ):
-        """What FlashInfer plans an eager ragged pass with: KV indices, the two indptrs, no mask (chains are causal)."""
+        """What FlashInfer plans an eager ragged pass with: KV indices, the two indptrs, and the mask of trees.
+
+        Waits for the lengths where there are trees.
+        """
         layout = self.ragged_verify_layout
         kv_lens = paged_kernel_lens + layout.verify_lens
         kv_indptr = torch.nn.functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
@@ -58,7 +61,21 @@ class TetrisVerifyInput(EagleVerifyInput):
             num_token_blocks=None,
             kv_lens_sum=paged_kernel_lens_sum,
         )
-        return kv_indices, kv_indptr, layout.qo_indptr_device, None
+        mask = None if self.custom_mask is None else self._flat_mask(kv_lens)
+        return kv_indices, kv_indptr, layout.qo_indptr_device, mask
+
+    def _flat_mask(self, kv_lens: Tensor) -> Tensor:
+        """FlashInfer's mask before packing: for every verified row one bool per key of its request, one after the other."""
+        width, layout = self.draft_token_num, self.ragged_verify_layout
+        ancestors = self.custom_mask.view(-1, width, width)
+        requests = torch.arange(len(kv_lens), device=kv_lens.device).repeat_interleave(layout.verify_lens)
+        columns = torch.arange(len(requests), device=kv_lens.device) - layout.extend_start_loc[requests]
+        row_lens = kv_lens[requests].long()
+        rows = torch.arange(len(requests), device=kv_lens.device).repeat_interleave(row_lens)
+        keys = torch.arange(len(rows), device=kv_lens.device) - (row_lens.cumsum(0) - row_lens)[rows]
+        requests, columns = requests[rows], columns[rows].long()
+        nodes = keys - (kv_lens - layout.verify_lens)[requests]
+        return (nodes < 0) | ancestors[requests, columns, nodes.clamp(min=0)]
 
 
 def make_verify_input(

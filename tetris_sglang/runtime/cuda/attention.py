@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, PrefillMetadata
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
+from sglang.srt.runtime_context import get_spec
+from torch import Tensor
 
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.runtime.cuda.verify_plan import VerifyPlan
@@ -26,6 +29,10 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
         self._on_device = config.verify_plan == "device"
         self._verify_plans: dict[int, VerifyPlan] = {}
         """By token tier."""
+        self._width = get_spec().speculative_num_draft_tokens
+        self._drafts_trees = get_spec().speculative_eagle_topk > 1
+        self._packed_mask: Tensor | None = None
+        """Shared by all tiers: one pass runs at a time."""
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
         spec_info = forward_batch.spec_info
@@ -39,6 +46,11 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
         else:
             plan = self._verify_plans[tier]
         plan.set_lengths(layout.verify_lens, forward_batch.seq_lens)
+        if self._drafts_trees:
+            mask = spec_info.custom_mask
+            if mask is None:  # in capture
+                mask = torch.zeros(0, dtype=torch.bool, device=self.workspace_buffer.device)
+            plan.set_trees(mask.view(-1, self._width, self._width))
         self.kv_index_translator.pack_read_stream(
             forward_batch.kv_loc_plan,
             req_pool_indices=forward_batch.req_pool_indices,
@@ -68,4 +80,12 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
             q_dtype=updater.q_data_type,
             kv_dtype=updater.data_type,
             on_device=self._on_device,
+            packed_mask=self._mask_buffer(num_requests, num_rows) if self._drafts_trees else None,
         )
+
+    def _mask_buffer(self, num_requests: int, num_rows: int) -> Tensor:
+        """One bit for every row and key of the longest requests. Upstream captures the largest tier first."""
+        num_bytes = num_rows * (self.max_context_len + self._width) // 8 + num_requests
+        if self._packed_mask is None or self._packed_mask.shape[0] < num_bytes:
+            self._packed_mask = torch.zeros(num_bytes, dtype=torch.uint8, device=self.workspace_buffer.device)
+        return self._packed_mask
