@@ -42,10 +42,16 @@ def explain(
         typer.Option(help="Draft tokens verified over the whole batch.", show_default="2 per request"),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the invented probabilities.", show_default="0")] = None,
+    trees: Annotated[bool, typer.Option("--trees", help="Draw draft trees instead of chains.")] = False,
 ) -> None:
     """Draw one selection: which draft tokens TETRIS verifies under a capacity, and which uniform speculation does."""
-    from tetris_sglang.explain import explain
+    from tetris_sglang.explain import explain, explain_trees
 
+    if trees:
+        if batch_size is not None or max_draft is not None:
+            raise typer.BadParameter("--trees draws a given batch: leave out --batch-size and --max-draft")
+        _call(explain_trees, capacity_tokens=capacity_tokens, seed=seed)
+        return
     _call(explain, batch_size=batch_size, max_draft=max_draft, capacity_tokens=capacity_tokens, seed=seed)
 
 

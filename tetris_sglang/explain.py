@@ -1,6 +1,7 @@
 """Draws one selection, so that the idea of TETRIS is seen in ten seconds: `tetris-sglang explain`."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from rich import box
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 from torch import Tensor
 
 from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
@@ -23,6 +25,23 @@ EXAMPLES = (
     ("To be or", "not to be , that is the question", 0.88),
     ("I dreamt of", "a city made of blue glass that sang", 0.34),
 )
+# The same as trees: each alternative with its probability and what might follow it.
+TREE_EXAMPLES = (
+    ("for i in", {"range": (0.86, {"(": (0.99, {"len": (0.62, {}), "10": (0.21, {})})}), "xs": (0.09, {":": (0.9, {})})}),
+    (
+        "Her name was",
+        {
+            "Anna": (0.36, {"and": (0.48, {}), ".": (0.31, {})}),
+            "Mary": (0.29, {"and": (0.51, {}), ".": (0.27, {})}),
+            "not": (0.12, {}),
+        },
+    ),
+    ("To be or", {"not": (0.93, {"to": (0.97, {"be": (0.98, {",": (0.81, {})})})}), "to": (0.04, {})}),
+    (
+        "I dreamt of",
+        {"a": (0.31, {"city": (0.22, {}), "place": (0.14, {})}), "the": (0.24, {"sea": (0.4, {})}), "my": (0.13, {})},
+    ),
+)  # fmt: skip
 MAX_DEPTH = min(len(continuation.split()) for _, continuation, _ in EXAMPLES)
 
 
@@ -60,6 +79,103 @@ def explain(
         prompts=[prompt for prompt, _, _ in examples],
         tokens=[continuation.split()[:max_draft] for _, continuation, _ in examples],
     )
+
+
+class Node(NamedTuple):
+    """One drafted token of a tree."""
+
+    text: str
+    survival: float
+    parent: int | None
+    """Index of the parent among its request's nodes; None: the root."""
+    depth: int
+
+
+def explain_trees(capacity_tokens: int | None = None, seed: int = 0, console: Console | None = None) -> None:
+    """Draw TETRIS's choice among the nodes of invented draft trees, beside chains at the same capacity.
+
+    Args: as for `explain`; the batch is the examples.
+    Raises:
+        ValueError: capacity_tokens below 1.
+    """
+    if capacity_tokens is None:
+        capacity_tokens = 3 * len(TREE_EXAMPLES)
+    if capacity_tokens < 1:
+        raise ValueError(f"capacity_tokens must be at least 1, got {capacity_tokens}")
+    console = console or Console()
+    generator = torch.Generator().manual_seed(seed)
+    forest = [list_nodes(children, generator) for _, children in TREE_EXAMPLES]
+    draft_lens = select_nodes(forest, capacity_tokens)
+    check = "*" if console.options.ascii_only else "✓"
+    num_nodes = sum(map(len, forest))
+    console.print(
+        f"{len(forest)} requests drafted trees; {capacity_tokens} of {num_nodes} nodes may be verified.\n",
+        highlight=False,
+    )
+    for (prompt, _), nodes, length in zip(TREE_EXAMPLES, forest, draft_lens, strict=True):
+        console.print(draw_tree(prompt, nodes, length, check))
+    console.print(
+        "\n%: a node's survival, the chance that it and all above it are accepted.\n"
+        f"{check}: what TETRIS verifies, the best of the whole batch; never a node without the one above it.\n"
+        "The target's own next token decides between siblings, so at most one of them is accepted.\n",
+        highlight=False,
+    )
+    console.print(f"no speculation {len(forest):6.2f} tokens per step", highlight=False)
+    chains = [list_best_chain(nodes) for nodes in forest]
+    for name, drafts in (("TETRIS, chains", chains), ("TETRIS, trees", forest)):
+        lens = select_nodes(drafts, capacity_tokens)
+        verified, accepted = sum(lens), expect_accepted([[n.survival for n in d] for d in drafts], lens)
+        console.print(
+            f"{name:<14} {len(forest) + accepted:6.2f} tokens per step: "
+            f"{accepted:.2f} of {verified} verified accepted ({accepted / verified:.0%})",
+            style="bold" if drafts is forest else None,
+            highlight=False,
+        )
+
+
+def list_nodes(children: dict, generator: torch.Generator) -> list[Node]:
+    """A tree's nodes in the order in which selection takes them: by survival, parents before children."""
+    nodes: list[Node] = []
+
+    def add(children: dict, parent: int | None, survival: float, depth: int) -> None:
+        for text, (prob, grandchildren) in children.items():
+            noise = 0.2 * (float(torch.rand((), generator=generator)) - 0.5) * (1 - prob)
+            nodes.append(Node(text, survival * (prob + noise), parent, depth))
+            add(grandchildren, len(nodes) - 1, nodes[-1].survival, depth + 1)
+
+    add(children, None, 1.0, 1)
+    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].survival, nodes[i].depth))
+    place = {index: rank for rank, index in enumerate(order)}
+    return [nodes[i]._replace(parent=place.get(nodes[i].parent)) for i in order]
+
+
+def list_best_chain(nodes: Sequence[Node]) -> list[Node]:
+    """The chain of each level's most likely child."""
+    chain, parent = [], None
+    while any(node.parent == parent for node in nodes):
+        parent = next(i for i, node in enumerate(nodes) if node.parent == parent)
+        chain.append(nodes[parent])
+    return chain
+
+
+def select_nodes(drafts: Sequence[Sequence[Node]], capacity_tokens: int) -> list[int]:
+    """How many of each request's first nodes are verified: `select_prefixes`, as for chains."""
+    survival = torch.zeros(len(drafts), max(map(len, drafts)))
+    for request, nodes in enumerate(drafts):
+        survival[request, : len(nodes)] = torch.tensor([node.survival for node in nodes])
+    return select_prefixes(survival, capacity_tokens).tolist()
+
+
+def draw_tree(prompt: str, nodes: Sequence[Node], draft_len: int, check: str) -> Tree:
+    """A request's tree; its first `draft_len` nodes are chosen."""
+    tree = Tree(prompt)
+    branches = {None: tree}
+    for index, node in sorted(enumerate(nodes), key=lambda item: item[1].depth):
+        is_chosen = index < draft_len
+        mark = f"{check} " if is_chosen else "  "
+        label = Text(f"{mark}{node.text}  {node.survival:.0%}", style="bold green" if is_chosen else "dim")
+        branches[index] = branches[node.parent].add(label)
+    return tree
 
 
 def invent_survival(batch_size: int, max_draft: int, seed: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The drawing tells the truth: its marks are the selection, and its numbers follow from them."""
 
+import itertools
 import re
 from io import StringIO
 
@@ -7,7 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from tetris_sglang.explain import draw_selection, explain, invent_survival
+from tetris_sglang.explain import (
+    TREE_EXAMPLES,
+    draw_selection,
+    explain,
+    explain_trees,
+    invent_survival,
+    list_nodes,
+)
 from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
 
 
@@ -79,3 +87,25 @@ def test_ascii_output_needs_no_other_character():
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         explain(**options)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 12, 99])
+def test_marked_nodes_are_the_best_of_the_batch_and_never_without_their_parents(capacity):
+    generator = torch.Generator().manual_seed(3)
+    forest = [list_nodes(children, generator) for _, children in TREE_EXAMPLES]
+    picture = draw(explain_trees, capacity, seed=3)
+    ranked = sorted((node.survival for nodes in forest for node in nodes), reverse=True)[:capacity]
+    marked = [int(percent) for percent in re.findall(r"✓ \S+  (\d+)%", picture)]
+    assert sorted(marked, reverse=True) == [round(100 * survival) for survival in ranked]
+    for block in re.split(r"\n(?=\S)", picture):
+        # Of two lines, the deeper one directly below an unmarked one is unmarked, too.
+        lines = [(len(line) - len(line.lstrip("│├└─ ")), "✓" in line) for line in block.splitlines()[1:]]
+        for (depth, is_marked), (next_depth, next_is_marked) in itertools.pairwise(lines):
+            assert not (next_depth > depth and next_is_marked and not is_marked)
+    expected = len(forest) + sum(ranked)
+    assert re.search(rf"TETRIS, trees +{expected:.2f} tokens per step", picture)
+
+
+def test_trees_need_a_capacity():
+    with pytest.raises(ValueError, match="capacity_tokens must be at least 1, got 0"):
+        explain_trees(0)
