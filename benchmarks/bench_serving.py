@@ -47,6 +47,7 @@ from tetris_sglang.server_process import ServerProcess, start_all
 PAIR = REPOSITORY / "benchmarks" / "pair"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "serving.json"
 FAMILIES = (REFERENCE, "standalone", "tetris", "uniform", "random")
+DRAFTS = ("standalone", "eagle", "eagle3", "ngram")
 SERVER_GIB = 2.7  # a server's three processes without an accelerator
 START_TIMEOUT_S = 600.0
 WAVES = 2
@@ -62,6 +63,7 @@ class Arm:
 
     k: drafts verified per request and step, on average. extra: drafts beyond k that selection chooses from.
     capacity_tokens: instead of k, drafts verified per step over the whole batch, of num_steps drafted per request.
+    draft: what drafts, one of DRAFTS. topk: branches of a draft tree, which is num_steps deep; 1: chains.
     """
 
     family: str
@@ -69,30 +71,44 @@ class Arm:
     extra: int = 0
     capacity_tokens: int = 0
     num_steps: int = 0
+    draft: str = "standalone"
+    topk: int = 1
 
     @property
     def name(self) -> str:
         if self.family == REFERENCE:
             return REFERENCE
+        if self.draft == "standalone":
+            name = self.family
+        else:
+            name = self.draft.upper() if self.family == "standalone" else f"{self.family} {self.draft}"
+        if self.topk > 1:
+            name += f" topk={self.topk}"
         if self.capacity_tokens:
-            return f"{self.family} C={self.capacity_tokens}, D={self.num_steps}"
-        return f"{self.family} k={self.k}" + (f"+{self.extra}" if self.extra else "")
+            return f"{name} C={self.capacity_tokens}, D={self.num_steps}"
+        return f"{name} k={self.k}" + (f"+{self.extra}" if self.extra else "")
 
-    def flags(self, draft: Path, phase_times: bool) -> list[str]:
-        """Server flags beyond the model's."""
+    def flags(self, draft: Path | None, phase_times: bool) -> list[str]:
+        """Server flags beyond the model's.
+
+        Args:
+            draft: the draft's folder; None for n-grams.
+        """
         if self.family == REFERENCE:
             return []
         drafting = [
-            "--speculative-draft-model-path",
-            str(draft),
-            "--speculative-num-steps",
-            str(self.num_steps or self.k + self.extra),
+            *(("--speculative-draft-model-path", str(draft)) if draft else ()),
+            *("--speculative-num-steps", str(self.num_steps or self.k + self.extra)),
         ]
+        if self.topk > 1:
+            num_draft_tokens = self.k + self.extra + 1
+            drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
         if self.family == "standalone":
-            return [
-                *("--speculative-algorithm", "STANDALONE", *drafting),
-                *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(self.k + 1)),
-            ]
+            chain = ("--speculative-num-draft-tokens", str(self.k + 1)) if self.topk == 1 else ()
+            branches = ("--speculative-eagle-topk", str(self.topk)) if self.draft != "ngram" else ()
+            return ["--speculative-algorithm", self.draft.upper(), *drafting, *branches, *chain]
+        if self.topk > 1:
+            drafting += ["--speculative-eagle-topk", str(self.topk)]
         return [
             *("--speculative-algorithm", "TETRIS", *drafting),
             *(
@@ -126,6 +142,8 @@ class Settings:
     seed: int
     draft_shape: str = ""
     server_flags: str = ""
+    drafts: tuple[str, ...] = ("standalone",)
+    topk: tuple[int, ...] = (1,)
 
     @property
     def one_by_one(self) -> bool:
@@ -139,14 +157,18 @@ class Settings:
     def build_arms(self) -> list[Arm]:
         """The reference first, then k by k: what is compared at equal k shares a group of live servers."""
         arms = [Arm(REFERENCE)]
-        for k in self.k:
-            if "standalone" in self.families:
-                arms.append(Arm("standalone", k))
+        for draft, topk, k in product(self.drafts, self.topk, self.k):
+            depth = self.num_steps if topk > 1 else 0
+            # A tree has at least as many nodes as levels; SGLang verifies all of them.
+            if topk > 1 and k < depth:
+                continue
+            if "standalone" in self.families and not (draft == "ngram" and topk > 1):
+                arms.append(Arm("standalone", k, num_steps=depth, draft=draft, topk=topk))
             for extra, family in product(self.extra, FAMILIES[2:]):
                 if family in self.families:
-                    arms.append(Arm(family, k, extra))
-        for tokens in self.capacity_tokens if "tetris" in self.families else ():
-            arms.append(Arm("tetris", capacity_tokens=tokens, num_steps=self.num_steps))
+                    arms.append(Arm(family, k, extra, num_steps=depth, draft=draft, topk=topk))
+        for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):
+            arms.append(Arm("tetris", capacity_tokens=tokens, num_steps=self.num_steps, draft=draft))
         return arms
 
 
@@ -442,9 +464,21 @@ class Bench:
     """Starts the groups of servers one after the other and takes every round that is still missing."""
 
     def __init__(
-        self, settings: Settings, file: ResultsFile, target: Path, draft: Path, prompts: Path, folder: Path
+        self,
+        settings: Settings,
+        file: ResultsFile,
+        target: Path,
+        drafts: dict[str, Path | None],
+        prompts: Path,
+        folder: Path,
     ):
-        self.settings, self.file, self.target, self.draft, self.folder = settings, file, target, draft, folder
+        self.settings, self.file, self.target, self.drafts, self.folder = (
+            settings,
+            file,
+            target,
+            drafts,
+            folder,
+        )
         self.texts = extend_prompts(
             read_prompts(prompts), max(map(settings.num_prompts, settings.concurrency))
         )
@@ -460,7 +494,7 @@ class Bench:
             *("--dtype", self.settings.dtype, "--random-seed", str(self.settings.seed)),
             *("--export-metrics-to-file", "--export-metrics-to-file-dir", str(records_folder)),
             *shlex.split(self.settings.server_flags),
-            *arm.flags(self.draft, self.settings.phase_times),
+            *arm.flags(self.drafts[arm.draft], self.settings.phase_times),
         ]
 
     def run(self, groups: Sequence[Sequence[Arm]]) -> None:
@@ -619,9 +653,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         ValueError: naming the option.
     """
     chosen = preset | {name: value for name, value in options.items() if value is not None}
-    families = tuple(chosen["arms"].split(","))
-    if unknown := [family for family in families if family not in FAMILIES]:
-        raise ValueError(f"--arms: no such arm {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    families = _split_names(chosen["arms"], "--arms", FAMILIES)
     for name in ("repeats", "output_len", "prompts", "num_steps", "live_servers"):
         if chosen[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} {chosen[name]}: give a number above 0")
@@ -645,7 +677,16 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         seed=chosen["seed"],
         draft_shape=chosen.get("draft_shape", ""),
         server_flags=chosen.get("server_flags", ""),
+        drafts=_split_names(chosen["drafts"], "--drafts", DRAFTS),
+        topk=_split(chosen["topk"], "--topk", int),
     )
+
+
+def _split_names(text: str, flag: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{flag}: no such {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
 
 
 @contextlib.contextmanager
@@ -675,7 +716,9 @@ def main(
             help="Also TETRIS with this many verified drafts per step over the whole batch; none: no such arms."
         ),
     ] = None,
-    num_steps: Annotated[int, typer.Option(help="Drafts per request in those arms.")] = 6,
+    num_steps: Annotated[
+        int, typer.Option(help="Drafts per request in those arms; levels of draft trees.")
+    ] = 6,
     concurrency: Annotated[str, typer.Option(help="Requests in flight.")] = "1,4,16",
     temperature: Annotated[str | None, typer.Option(help="0 is greedy.")] = None,
     output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
@@ -690,7 +733,11 @@ def main(
         str, typer.Option(help="Of both models. SGLang's own choice, float16 here, is slow on most CPUs.")
     ] = "float32",
     pair: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = PAIR,
-    draft_shape: Annotated[str, typer.Option(help="Inflate the draft, too.")] = "",
+    draft_shape: Annotated[str, typer.Option(help="Inflate the standalone draft, too.")] = "",
+    drafts: Annotated[str, typer.Option(help=f"What drafts, of {', '.join(DRAFTS)}.")] = "standalone",
+    topk: Annotated[
+        str, typer.Option(help="Branches of draft trees, --num-steps deep, of k + extra nodes; 1: chains.")
+    ] = "1",
     server_flags: Annotated[str, typer.Option(help="More flags for every server, as one argument.")] = "",
     live_servers: Annotated[
         int,
@@ -708,7 +755,7 @@ def main(
         bool, typer.Option("--resume", help="Keep the complete rounds of an earlier, interrupted run.")
     ] = False,
 ) -> None:
-    """Compare TETRIS with no speculation, STANDALONE and other selection rules on real servers."""
+    """Compare TETRIS with no speculation, SGLang's own speculation and other selection rules on real servers."""
     console = Console()
     options = {
         name: value
@@ -726,7 +773,11 @@ def main(
             target, draft = ensure_inflated(pair / "target", settings.shape, dtype), pair / "draft"
             if settings.draft_shape:
                 draft = ensure_inflated(draft, settings.draft_shape, dtype)
-            bench = Bench(settings, file, target, draft, pair / "prompts.jsonl", Path(folder))
+            paths: dict[str, Path | None] = {"standalone": draft, "ngram": None}
+            for head in set(settings.drafts) & {"eagle", "eagle3"}:
+                # A head reads the target's states: it has the target's width.
+                paths[head] = ensure_inflated(pair / head, settings.shape, dtype)
+            bench = Bench(settings, file, target, paths, pair / "prompts.jsonl", Path(folder))
             arguments = bench_serving_arguments("URL", Path("PROMPTS"), 4, settings, 1, 0.0, Path("FILE"))
             console.print(
                 f"load: python -m sglang.bench_serving {shlex.join(arguments)}",
@@ -734,7 +785,7 @@ def main(
                 highlight=False,
             )
             for arm in arm_list:
-                flags = shlex.join(arm.flags(draft, settings.phase_times))
+                flags = shlex.join(arm.flags(paths[arm.draft], settings.phase_times))
                 console.print(f"{arm.name}: {flags}", soft_wrap=True, highlight=False)
             bench.run(groups)
     except (ValueError, RunFailed) as error:

@@ -147,15 +147,14 @@ class Verdict(NamedTuple):
 
 def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
     """Check on medians what the method promises; what no cell can check is left out."""
-    standalone = {
-        (c.temperature, c.concurrency, arms[c.arm]["k"]): c for c in cells if _is(arms, c, "standalone")
-    }
+
+    def key_of(cell: Cell) -> tuple:
+        arm = arms[cell.arm]
+        return cell.temperature, cell.concurrency, arm["k"], *_drafting(arm)
+
+    standalone = {key_of(c): c for c in cells if _is(arms, c, "standalone")}
     tetris = [c for c in cells if _is(arms, c, "tetris")]
-    matched = [
-        (c, standalone[key])
-        for c in tetris
-        if (key := (c.temperature, c.concurrency, arms[c.arm]["k"])) in standalone
-    ]
+    matched = [(c, standalone[key]) for c in tetris if (key := key_of(c)) in standalone]
     concurrencies = sorted({c.concurrency for c in tetris})
     best = {
         concurrency: max(
@@ -201,6 +200,11 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
         ),
     ]
     return [verdict for verdict in verdicts if verdict is not None]
+
+
+def _drafting(arm: dict) -> tuple[str, int]:
+    """Kind of draft and branches; results from before there were others have neither."""
+    return arm.get("draft", "standalone"), arm.get("topk", 1)
 
 
 def _is(arms: dict[str, dict], cell: Cell, family: str) -> bool:
@@ -445,14 +449,19 @@ def _plot_throughput(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None
 
 def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
     concurrency = max(c.concurrency for c in cells)
-    series: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    series: dict[tuple, list[tuple[int, float]]] = {}
     for c in cells:
         arm = arms[c.arm]
         if c.concurrency == concurrency and c.success_rate is not None and arm["k"]:
-            series.setdefault((arm["family"], arm["extra"]), []).append((arm["k"], c.success_rate))
-    for (family, extra), points in series.items():
+            key = arm["family"], arm["extra"], *_drafting(arm)
+            series.setdefault(key, []).append((arm["k"], c.success_rate))
+    for (family, extra, draft, topk), points in series.items():
         colour, marker, line = _STYLES[family]
         label = family if family == "standalone" else f"{family}, {extra} extra drafts"
+        if draft != "standalone":
+            label = label.replace("standalone", "SGLang's own") + f", {draft}"
+        if topk > 1:
+            label += f", topk {topk}"
         axis.plot(
             *zip(*sorted(points), strict=True), color=colour, marker=marker, linestyle=line, label=label
         )

@@ -18,6 +18,7 @@ import serving_report as report
 from tetris_sglang.load import DraftCounts, StepCounts, count_drafts, parse_step_counts
 
 OPTIONS = {
+    "drafts": "standalone", "topk": "1",
     "concurrency": "1,16",
     "output_len": 64,
     "repeats": 3,
@@ -232,6 +233,37 @@ def test_an_absolute_capacity_is_an_arm_of_its_own():
     assert flags[flags.index("--speculative-num-steps") + 1] == "5"
     assert flags[flags.index("--speculative-tetris-capacity-tokens") + 1] == "32"
     assert "--speculative-tetris-capacity-per-request" not in flags
+
+
+def test_other_drafts_and_trees_are_arms_of_their_own():
+    settings = make_settings(
+        arms="none,standalone,tetris", k="2,6", extra="4", capacity_tokens="none", num_steps=3,
+        drafts="eagle3,ngram", topk="1,2",
+    )  # fmt: skip
+    arms = {arm.name: arm for arm in settings.build_arms()}
+    assert list(arms) == [
+        "none",
+        *("EAGLE3 k=2", "tetris eagle3 k=2+4", "EAGLE3 k=6", "tetris eagle3 k=6+4"),
+        *("EAGLE3 topk=2 k=6", "tetris eagle3 topk=2 k=6+4"),
+        *("NGRAM k=2", "tetris ngram k=2+4", "NGRAM k=6", "tetris ngram k=6+4"),
+        "tetris ngram topk=2 k=6+4",
+    ]
+
+    def flags(name, draft=Path("head")):
+        given = arms[name].flags(draft, phase_times=False)
+        return dict(zip(given[::2], given[1::2], strict=True))
+
+    assert flags("EAGLE3 topk=2 k=6") == {
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": "head",
+        "--speculative-num-steps": "3",
+        "--speculative-eagle-topk": "2",
+        "--speculative-num-draft-tokens": "7",
+    }
+    tree = flags("tetris eagle3 topk=2 k=6+4")
+    assert tree["--speculative-num-draft-tokens"] == "11" and tree["--speculative-num-steps"] == "3"
+    assert tree["--speculative-tetris-capacity-per-request"] == "6"
+    assert "--speculative-draft-model-path" not in flags("tetris ngram k=2+4", None)
 
 
 def test_every_flag_is_one_that_tetris_declares():
