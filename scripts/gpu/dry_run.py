@@ -69,6 +69,19 @@ ARMS = {
         *COMMON, *DRAFT, "--speculative-algorithm", "TETRIS", "--speculative-tetris-capacity-per-request", "2",
         "--speculative-tetris-phase-times", "true",
     ],
+    "tree": [
+        *COMMON, *DRAFT, "--speculative-algorithm", "TETRIS", "--speculative-tetris-capacity-per-request", "3",
+        "--speculative-eagle-topk", "2",
+    ],
+    "eagle3": [
+        *COMMON, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-num-steps", str(NUM_STEPS),
+        "--speculative-algorithm", "TETRIS", "--speculative-tetris-capacity-per-request", "3",
+        "--speculative-eagle-topk", "2",
+    ],
+    "ngram": [
+        *COMMON, "--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(NUM_STEPS),
+        "--speculative-tetris-capacity-per-request", "2",
+    ],
 }  # fmt: skip
 
 
