@@ -138,9 +138,13 @@ class ModelDraft:
         return self.shift == 1
 
     @property
+    def keeps_chains(self) -> bool:
+        """Whether drafting leaves the KV of accepted tokens in place: heads miss the target's states, trees the places."""
+        return self.topk == 1 and not self.reads_hidden_states
+
+    @property
     def window_width(self) -> int:
-        is_chain = self.topk == 1 and not self.reads_hidden_states
-        return 2 if is_chain else self.speculative_num_steps + 1
+        return 2 if self.keeps_chains else self.speculative_num_steps + 1
 
     @property
     def hidden_mode(self) -> CaptureHiddenMode:
@@ -203,7 +207,7 @@ class ModelDraft:
             qo_indptr: [batch + 1], where each request's rows begin.
         """
         width = self.window_width
-        if width == 2:
+        if self.keeps_chains:
             known = torch.stack((accepted.last_tokens, accepted.bonus_tokens), dim=1)
             return self._hand_over(known, None, None, accepted.bonus_tokens)
         counts = accepted.accept_lens + 1
@@ -245,7 +249,7 @@ class ModelDraft:
             return self.captured.replay(
                 window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, temperatures, depth
             )
-        if self.window_width == 2:
+        if self.keeps_chains:
             window = window._replace(counts=None)
         places = self.locate(window.counts, batch.seq_lens, batch.req_pool_indices, depth)
         first = self._plan_window(batch, window, places)
