@@ -257,7 +257,7 @@ def test_number_of_branches(make_args, topk):
 
 
 @pytest.mark.parametrize(
-    "draft_path, num_draft_tokens, most", [("draft", 3, 23), ("draft", 24, 23), (None, 11, 10)]
+    "draft_path, num_draft_tokens, most", [("draft", 3, 22), ("draft", 24, 22), (None, 11, 10)]
 )
 def test_number_of_nodes_that_no_tree_has(make_args, draft_path, num_draft_tokens, most):
     arguments = {} if draft_path else {"speculative_draft_model_path": None}

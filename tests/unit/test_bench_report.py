@@ -405,7 +405,7 @@ def test_one_server_after_the_other_takes_its_own_missing_rounds(tmp_path, monke
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"text": "some words"}))
     recorder = Recorder(monkeypatch, fails)
-    run = bench.Bench(settings, file, Path("target"), Path("draft"), prompts, tmp_path)
+    run = bench.Bench(settings, file, Path("target"), {"standalone": Path("draft")}, prompts, tmp_path)
     run.run(bench.group_arms(arms, settings.live_servers))
     assert recorder.started == [1, 1, 1] and not any(recorder.frozen)
     taken = [(s["arm"], s["concurrency"]) for s in file.results["samples"]]
