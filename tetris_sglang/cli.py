@@ -64,10 +64,10 @@ def demo(
         int | None, typer.Option(help="Passes per server and concurrency.", show_default="3")
     ] = None,
     num_steps: Annotated[
-        int | None, typer.Option(help="Tokens drafted per request.", show_default="6")
+        int | None, typer.Option(help="Tokens drafted per request.", show_default="4")
     ] = None,
     capacity_per_request: Annotated[
-        int | None, typer.Option(help="Of those, verified on average.", show_default="4")
+        int | None, typer.Option(help="Of those, verified on average.", show_default="3")
     ] = None,
 ) -> None:
     """Serve the shipped model pair with TETRIS and without speculation, and compare the two."""

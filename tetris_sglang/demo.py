@@ -28,8 +28,8 @@ from tetris_sglang.server_process import ServerFailed, ServerProcess, start_all
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_PAIR = REPOSITORY / "benchmarks" / "pair"
 CONCURRENCIES = (1, 4, 8)
-NUM_STEPS = 6
-CAPACITY_PER_REQUEST = 4
+NUM_STEPS = 4
+CAPACITY_PER_REQUEST = 3
 NEW_TOKENS = 48
 _STREAMED_TOKENS = 64
 _QUESTION = "What does this function do?\n\ndef add(a, b):\n    return a + b"
