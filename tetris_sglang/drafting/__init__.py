@@ -1,7 +1,21 @@
-"""What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them."""
+"""What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them; and n-gram drafts."""
 
 from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower
-from tetris_sglang.drafting.ngram import propose_by_lookup
+from tetris_sglang.drafting.ngram import (
+    LEAST_PROB,
+    PRIOR,
+    Lookup,
+    NgramProposal,
+    Prior,
+    estimate_probs,
+    look_up,
+    propose_by_lookup,
+)
+from tetris_sglang.drafting.ngram_reference import (
+    ReferenceBranch,
+    look_up_reference,
+    propose_by_lookup_reference,
+)
 from tetris_sglang.drafting.proposal import (
     Grid,
     Proposal,
@@ -13,15 +27,25 @@ from tetris_sglang.drafting.proposal import (
 )
 
 __all__ = [
+    "LEAST_PROB",
+    "PRIOR",
     "ChainGrower",
     "Grid",
     "Grower",
+    "Lookup",
+    "NgramProposal",
+    "Prior",
     "Proposal",
+    "ReferenceBranch",
     "TreeGrower",
     "TreeShape",
     "ancestor_mask",
     "count_nodes",
+    "estimate_probs",
+    "look_up",
+    "look_up_reference",
     "make_grid",
     "merge_branches",
     "propose_by_lookup",
+    "propose_by_lookup_reference",
 ]

@@ -62,7 +62,7 @@ def accept_rows(
             qo_indptr,
             candidates,
             seq_lens,
-            *accepted,
+            *accepted[:-1],  # a chain's path is no tensor
             batch,
             width,
             BLOCK=_BLOCK_REQUESTS,

@@ -13,6 +13,9 @@ from tetris_sglang.drafting import Proposal, merge_branches, propose_by_lookup
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.draft import Window, make_draft_input
 
+WINDOW = 2048
+"""Tokens of a text, the newest, that are searched: what a step pays for however short the texts are."""
+
 
 class NgramDraft:
     """Keeps every request's tokens on the device, so that a step looks up its drafts without waiting for the host.
@@ -62,8 +65,17 @@ class NgramDraft:
 
     def propose(self, batch, depth: int) -> Proposal:
         """See `ModelDraft.propose`."""
+        window = min(WINDOW, self._history.shape[1])
+        if batch.seq_lens_cpu is not None:
+            # A power of two: few shapes. Looking at less than the window finds the same where texts are shorter.
+            window = min(window, 1 << int(batch.seq_lens_cpu.max() + 1).bit_length())
         found = propose_by_lookup(
-            self._history, batch.req_pool_indices, batch.seq_lens + 1, depth=depth, branches=self._topk
+            self._history,
+            batch.req_pool_indices,
+            batch.seq_lens + 1,
+            depth=depth,
+            branches=self._topk,
+            window=window,
         )
         return merge_branches(found.tokens, found.probs, self.count_nodes(depth))
 
