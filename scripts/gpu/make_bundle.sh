@@ -60,7 +60,7 @@ rm -rf "$stage.source"
 say "unpacking, without kernels for other GPUs, for mixtures of experts and for diffusion"
 for requirement in $requirements; do
     name=${requirement%%==*} version=${requirement##*==}
-    for wheel in "$wheels"/"${name//-/[-_]}"-"$version"-*.whl; do # [-_]: a wheel's name has underscores
+    for wheel in "$wheels"/${name//-/?}-"$version"-*.whl; do # ?: a wheel's name has underscores
         [ -f "$wheel" ] || continue
         # 11: a pattern matched nothing
         unzip -q -o "$wheel" -d "$stage" -x '*.pyi' 'tools/*' 'build_*.py' 'triton_kernels/*' 'sgl_kernel/flash_ops*' \

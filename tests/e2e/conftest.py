@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from functools import cached_property
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from tests.e2e.client import Client
 from tetris_sglang.server_process import ServerProcess, start_all
 
-PAIR = Path(__file__).parents[2] / "benchmarks" / "pair"
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from mtp_checkpoint import make_mtp_checkpoint
+
+PAIR = REPOSITORY / "benchmarks" / "pair"
 TARGET, DRAFT = PAIR / "target", PAIR / "draft"
 NUM_STEPS = 5
+MTP_CHECKPOINT = "MTP_CHECKPOINT"
+TOKEN_MAP = "TOKEN_MAP"
+"""These stand for files that are made when a server needs them."""
 
 COMMON = [
     "--model-path", str(TARGET), "--dtype", "float32", "--random-seed", "7", "--sleep-on-idle", "--enable-metrics",
@@ -53,12 +65,15 @@ ARGUMENTS = {
     "ngram": [*COMMON, *TETRIS, "--speculative-eagle-topk", "2", "--speculative-tetris-capacity-per-request", "3"],
     "eagle": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle"),
-        "--speculative-tetris-capacity-per-request", "2.5",
+        "--speculative-tetris-capacity-per-request", "2.5", "--speculative-token-map", TOKEN_MAP,
     ],
     "eagle3": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
         "--disable-overlap-schedule",
+    ],
+    "mtp": [
+        "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, "--speculative-tetris-capacity-per-request", "2.5",
     ],
 }  # fmt: skip
 # Kept for the session, because other tests than those of one fixture use them.
@@ -86,7 +101,25 @@ class Servers:
             self._processes.pop(name).stop()
 
     def _make(self, name: str) -> ServerProcess:
-        return ServerProcess(ARGUMENTS[name], self._log_folder / f"{name}.log", start_timeout_s=400)
+        made = {MTP_CHECKPOINT: lambda: self._mtp_checkpoint, TOKEN_MAP: lambda: self._token_map}
+        arguments = [str(made[argument]()) if argument in made else argument for argument in ARGUMENTS[name]]
+        return ServerProcess(arguments, self._log_folder / f"{name}.log", start_timeout_s=400)
+
+    @cached_property
+    def _mtp_checkpoint(self) -> Path:
+        """The target's own weights as another architecture, with a prediction layer in it."""
+        folder = self._log_folder / "mtp_checkpoint"
+        make_mtp_checkpoint(TARGET, PAIR / "mtp", folder)
+        return folder
+
+    @cached_property
+    def _token_map(self) -> Path:
+        """The frequent tokens: those that the EAGLE3 head can draft."""
+        with safe_open(PAIR / "eagle3" / "model.safetensors", "pt") as opened:
+            differences = opened.get_tensor("d2t")
+        path = self._log_folder / "token_map.pt"
+        torch.save(differences + torch.arange(len(differences)), path)
+        return path
 
     def stop(self) -> None:
         for process in self._processes.values():
@@ -110,7 +143,7 @@ def plain(servers) -> Client:
     return servers.get("plain")[0]
 
 
-@pytest.fixture(scope="session", params=["overlap", "synchronous", "tree", "ngram", "eagle", "eagle3"])
+@pytest.fixture(scope="session", params=["overlap", "synchronous", "tree", "ngram", "eagle", "eagle3", "mtp"])
 def tetris(servers, request):
     """The ordinary TETRIS server, with and without overlap scheduling, and one for every kind of draft."""
     yield servers.get(request.param)[0]
