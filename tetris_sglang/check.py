@@ -264,6 +264,15 @@ def _check_arguments(server_arguments: list[str]) -> Iterator[Finding]:
         return
     yield Finding("ok", "attention backend", str(resolved.attention_backend))
     config = TetrisConfig.from_environment(resolved.speculative_num_steps)
+    from tetris_sglang.runtime.draft_kind import current_kind
+
+    topk = resolved.speculative_eagle_topk
+    shape = (
+        "chains"
+        if topk == 1
+        else f"trees, {topk} branches, {resolved.speculative_num_draft_tokens - 1} nodes"
+    )
+    yield Finding("ok", "draft", f"{current_kind()}, {shape}")
     yield Finding("ok", "arguments", f"accepted: {_describe(config)}")
 
 

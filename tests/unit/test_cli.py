@@ -190,6 +190,20 @@ def test_everything_is_found_here(plugins):
     assert details["sglang"] == "0.5.23, supported"
     assert details["attention backend"] == "torch_ragged"
     assert details["arguments"] == "accepted: 6 tokens drafted per request, 4 per request verified"
+    assert details["draft"] == "standalone, chains"
+
+
+def test_a_draft_without_a_model_is_said(plugins, environment):
+    arguments = [
+        "--model-path",
+        str(PAIR / "target"),
+        "--speculative-num-steps",
+        "3",
+        "--speculative-eagle-topk",
+        "2",
+    ]
+    details = {finding.subject: finding.detail for finding in check_module._check_arguments(arguments)}
+    assert details["draft"] == "ngram, trees, 2 branches, 6 nodes"
     assert "cores" in details["device"] and "portable CPU platform" in details["device"]
     for seam in ("add_cli_args", "_validate_one_request", "_add_speculative", "_verify_uses_greedy"):
         assert seam in details
