@@ -192,6 +192,10 @@ def test_everything_is_found_here(plugins):
     assert details["arguments"] == "accepted: 6 tokens drafted per request, 4 per request verified"
     assert details["draft"] == "standalone, chains"
 
+    assert "cores" in details["device"] and "portable CPU platform" in details["device"]
+    for seam in ("add_cli_args", "_validate_one_request", "_add_speculative", "_verify_uses_greedy"):
+        assert seam in details
+
 
 def test_a_draft_without_a_model_is_said(plugins, environment):
     arguments = [
@@ -204,9 +208,6 @@ def test_a_draft_without_a_model_is_said(plugins, environment):
     ]
     details = {finding.subject: finding.detail for finding in check_module._check_arguments(arguments)}
     assert details["draft"] == "ngram, trees, 2 branches, 6 nodes"
-    assert "cores" in details["device"] and "portable CPU platform" in details["device"]
-    for seam in ("add_cli_args", "_validate_one_request", "_add_speculative", "_verify_uses_greedy"):
-        assert seam in details
 
 
 def test_models_are_optional(plugins):
