@@ -4,6 +4,7 @@
     python scripts/inflate_model.py benchmarks/pair/target /some/folder --shape cpu-100m
     python scripts/inflate_model.py benchmarks/pair/target /some/folder \\
         --shape hidden=1024,layers=8,heads=16,intermediate=2816
+    python scripts/inflate_model.py benchmarks/pair/eagle3 /another/folder --shape cpu-100m
 
 What is added never reaches the residual stream that the small model uses:
 
@@ -11,6 +12,10 @@ What is added never reaches the residual stream that the small model uses:
 - RMSNorm over H instead of h dimensions, the added ones zero: weights times sqrt(h/H), eps times h/H;
 - heads: random, with zero columns in o_proj; MLP rows: random, with zero columns in down_proj;
 - layers: random, with o_proj and down_proj zero.
+
+An EAGLE or EAGLE-3 head follows its inflated target, whose hidden states keep their first h dimensions and are
+zero in the others: every input made of hidden states or embeddings is widened, and the shape's other sizes are
+the target's alone, so that a head stays a few percent of the model, as heads are.
 
 Head size and query/key-value group size stay. Weights that have no effect are random rather than zero, so no
 kernel can profit from them. Where H/h is a power of 4 the scaling is exact in every dtype, otherwise to the
@@ -27,7 +32,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +46,11 @@ from tqdm import tqdm
 CACHE_VARIABLE = "SGLANG_TETRIS_CACHE"
 RECORD_FILE = "inflation.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TARGET, EAGLE, EAGLE3 = ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "LlamaForCausalLMEagle",
+    "LlamaForCausalLMEagle3",
+)
 _FORMAT = 1  # part of the cache key: raise it when the weights written for the same arguments change
 
 
@@ -87,14 +97,15 @@ def parse_shape(text: str) -> InflatedShape:
 class _Small:
     """The model to embed: its configuration and lazily read tensors."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, architectures: tuple[str, ...] = ARCHITECTURES):
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} is not a model folder: it has no config.json")
         self.folder = folder
         self.config = json.loads((folder / "config.json").read_text())
-        if self.config.get("architectures") != ["LlamaForCausalLM"]:
+        self.architecture = (self.config.get("architectures") or [None])[0]
+        if self.architecture not in architectures:
             raise ValueError(
-                f"{folder}: only LlamaForCausalLM can be embedded, not {self.config.get('architectures')}"
+                f"{folder}: only {', '.join(architectures)} can be embedded, not {self.architecture}"
             )
         for key in ("attention_bias", "mlp_bias"):
             if self.config.get(key):
@@ -114,8 +125,14 @@ class _Small:
         self.intermediate = self.config["intermediate_size"]
 
     def tensor(self, name: str) -> Tensor:
+        """Float32, except for integers and truth values."""
         with safe_open(self._file_of[name], "pt") as opened:
-            return opened.get_tensor(name).float()
+            tensor = opened.get_tensor(name)
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -148,33 +165,68 @@ def _random(name: str, sizes: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(sizes, generator=generator).mul_(0.02)
 
 
+def _widen(
+    small: _Small,
+    name: str,
+    sizes: tuple[int, int],
+    seed: int,
+    *,
+    writes_residual: bool = False,
+    parts: int = 1,
+    is_added: bool = False,
+) -> Tensor:
+    """A matrix of the large model.
+
+    Args:
+        sizes: [outputs, inputs] in the large model.
+        writes_residual: the outputs are residual dimensions, of which the added ones stay zero.
+        parts: hidden states or embeddings that make up the input, side by side.
+        is_added: there is no such matrix in the small model.
+    """
+    large = torch.zeros(sizes) if writes_residual else _random(name, sizes, seed)
+    if is_added:
+        return large
+    # The first heads stay the first: query head i keeps key-value head i // group.
+    weight = small.tensor(name)
+    for index, part in enumerate(weight.chunk(parts, dim=1)):
+        start = index * (sizes[1] // parts)
+        large[: len(part), start : start + part.shape[1]] = part
+    return large
+
+
 def _layer_tensors(
-    small: _Small, shape: InflatedShape, index: int, seed: int
+    small: _Small,
+    shape: InflatedShape,
+    prefix: str,
+    seed: int,
+    *,
+    is_added: bool = False,
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
+    input_parts: int = 1,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one layer of the large model, float32."""
-    prefix = f"model.layers.{index}."
-    is_added = index >= small.layers
+    """The tensors of one layer of the large model, float32.
+
+    Args:
+        prefix: of their names, "model.layers.0." for example.
+        input_parts: the attention reads so many hidden states side by side.
+    """
     kv_heads = shape.heads * small.kv_heads // small.heads
     q_rows, kv_rows = shape.heads * small.head_dim, kv_heads * small.head_dim
-    # name: (sizes in the large model, whether the output goes to the residual stream)
+    # name: (sizes in the large model, whether the output goes to the residual stream, parts of the input)
     matrices = {
-        "self_attn.q_proj": ((q_rows, shape.hidden), False),
-        "self_attn.k_proj": ((kv_rows, shape.hidden), False),
-        "self_attn.v_proj": ((kv_rows, shape.hidden), False),
-        "self_attn.o_proj": ((shape.hidden, q_rows), True),
-        "mlp.gate_proj": ((shape.intermediate, shape.hidden), False),
-        "mlp.up_proj": ((shape.intermediate, shape.hidden), False),
-        "mlp.down_proj": ((shape.hidden, shape.intermediate), True),
+        "self_attn.q_proj": ((q_rows, input_parts * shape.hidden), False, input_parts),
+        "self_attn.k_proj": ((kv_rows, input_parts * shape.hidden), False, input_parts),
+        "self_attn.v_proj": ((kv_rows, input_parts * shape.hidden), False, input_parts),
+        "self_attn.o_proj": ((shape.hidden, q_rows), True, 1),
+        "mlp.gate_proj": ((shape.intermediate, shape.hidden), False, 1),
+        "mlp.up_proj": ((shape.intermediate, shape.hidden), False, 1),
+        "mlp.down_proj": ((shape.hidden, shape.intermediate), True, 1),
     }
-    for short_name, (sizes, writes_residual) in matrices.items():
+    for short_name, (sizes, writes_residual, parts) in matrices.items():
         name = f"{prefix}{short_name}.weight"
-        large = torch.zeros(sizes) if writes_residual else _random(name, sizes, seed)
-        if not is_added:
-            # The first heads stay the first: query head i keeps key-value head i // group.
-            weight = small.tensor(name)
-            large[: weight.shape[0], : weight.shape[1]] = weight
-        yield name, large
-    for short_name in ("input_layernorm", "post_attention_layernorm"):
+        options = {"writes_residual": writes_residual, "parts": parts, "is_added": is_added}
+        yield name, _widen(small, name, sizes, seed, **options)
+    for short_name in norms:
         name = f"{prefix}{short_name}.weight"
         yield name, _inflate_norm(small, shape, name, is_added, seed)
 
@@ -197,10 +249,43 @@ def _outer_tensors(small: _Small, shape: InflatedShape, seed: int) -> Iterator[t
     yield "model.norm.weight", _inflate_norm(small, shape, "model.norm.weight", False, seed)
     name = "lm_head.weight"
     if name in small and not small.config.get("tie_word_embeddings"):
-        head = small.tensor(name)
-        large = _random(name, (head.shape[0], shape.hidden), seed)
-        large[:, : small.hidden] = head
-        yield name, large
+        yield name, _widen(small, name, (len(small.tensor(name)), shape.hidden), seed)
+
+
+def _outer_head_tensors(small: _Small, shape: InflatedShape, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """What an EAGLE or EAGLE-3 head has outside its layer."""
+    parts = small.tensor("fc.weight").shape[1] // small.hidden
+    sizes = (shape.hidden, parts * shape.hidden)
+    yield "fc.weight", _widen(small, "fc.weight", sizes, seed, writes_residual=True, parts=parts)
+    if "fc.bias" in small:
+        large = torch.zeros(shape.hidden)
+        large[: small.hidden] = small.tensor("fc.bias")
+        yield "fc.bias", large
+    if small.architecture == EAGLE3:
+        yield "norm.weight", _inflate_norm(small, shape, "norm.weight", False, seed)
+        if "lm_head.weight" in small:
+            rows = len(small.tensor("lm_head.weight"))
+            yield "lm_head.weight", _widen(small, "lm_head.weight", (rows, shape.hidden), seed)
+        for name in ("d2t", "t2d"):
+            if name in small:
+                yield name, small.tensor(name)
+
+
+def _shard_tensors(
+    small: _Small, shape: InflatedShape, number: int, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one file of the large model; the first holds what is outside the layers."""
+    if small.architecture == TARGET:
+        if number == 0:
+            return _outer_tensors(small, shape, seed)
+        is_added = number > small.layers
+        return _layer_tensors(small, shape, f"model.layers.{number - 1}.", seed, is_added=is_added)
+    if number == 0:
+        return _outer_head_tensors(small, shape, seed)
+    if small.architecture == EAGLE:
+        return _layer_tensors(small, shape, "layers.0.", seed, norms=("post_attention_layernorm",))
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    return _layer_tensors(small, shape, "midlayer.", seed, norms=norms, input_parts=2)
 
 
 def inflate(
@@ -209,9 +294,10 @@ def inflate(
     """Write the large model to `out`, holding about one layer per processor core in memory at a time.
 
     Args:
-        small_folder: a Hugging Face folder of a LlamaForCausalLM with safetensors weights.
+        small_folder: a Hugging Face folder of a LlamaForCausalLM, or of an EAGLE or EAGLE-3 head of one, with
+            safetensors weights.
         out: a folder that does not exist, or is empty.
-        shape: the size to reach.
+        shape: the size to reach; for a head, the shape of its target.
         dtype: of the weights written: float32, bfloat16 or float16.
         seed: of the weights without effect.
     Raises:
@@ -219,6 +305,12 @@ def inflate(
         FileExistsError: `out` is not empty.
     """
     small, out = _Small(Path(small_folder)), Path(out)
+    if small.architecture != TARGET:
+        if small.layers != 1:
+            raise ValueError(
+                f"{small_folder}: only heads of one layer can be embedded, not of {small.layers}"
+            )
+        shape = replace(shape, layers=1, heads=small.heads, intermediate=small.intermediate)
     _check_shape(small, shape)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: give one of {', '.join(DTYPES)}")
@@ -226,24 +318,31 @@ def inflate(
         raise FileExistsError(f"{out} is not empty: name another folder")
     out.mkdir(parents=True, exist_ok=True)
 
-    total_shards, weight_map, total_bytes = shape.layers + 1, {}, 0
+    total_shards, weight_map, total_bytes, parameters = shape.layers + 1, {}, 0, 0
+    missing = set(small.names)
 
-    def write_shard(number: int) -> tuple[str, list[str], int]:
-        """The first holds what is outside the layers."""
-        named = (
-            _layer_tensors(small, shape, number - 1, seed) if number else _outer_tensors(small, shape, seed)
-        )
-        shard = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in named}
+    def write_shard(number: int) -> tuple[str, list[str], int, int]:
+        shard = {
+            name: tensor.to(DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype).contiguous()
+            for name, tensor in _shard_tensors(small, shape, number, seed)
+        }
         file_name = f"model-{number + 1:05d}-of-{total_shards:05d}.safetensors"
         save_file(shard, out / file_name, metadata={"format": "pt"})
-        return file_name, list(shard), sum(t.numel() * t.element_size() for t in shard.values())
+        num_bytes = sum(t.numel() * t.element_size() for t in shard.values())
+        num_parameters = sum(t.numel() for t in shard.values() if t.is_floating_point())
+        return file_name, list(shard), num_bytes, num_parameters
 
     # Drawing random numbers takes one core and most of the time.
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
         written = pool.map(write_shard, range(total_shards))
-        for file_name, names, num_bytes in tqdm(written, total=total_shards, desc="inflate", unit="layer"):
+        for done in tqdm(written, total=total_shards, desc="inflate", unit="layer"):
+            file_name, names, num_bytes, num_parameters = done
             weight_map |= dict.fromkeys(names, file_name)
             total_bytes += num_bytes
+            parameters += num_parameters
+            missing -= set(names)
+    if missing and small.architecture != TARGET:
+        raise ValueError(f"{small_folder}: no place for {', '.join(sorted(missing))}")
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
@@ -267,7 +366,7 @@ def inflate(
         "shape": asdict(shape),
         "dtype": dtype,
         "seed": seed,
-        "parameters": total_bytes // DTYPES[dtype].itemsize,
+        "parameters": parameters,
         "format": _FORMAT,
     }
     (out / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")

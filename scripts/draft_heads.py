@@ -1,0 +1,375 @@
+"""Draft heads that read a target's hidden states, in plain torch: EAGLE, EAGLE-3 and MiMo's MTP layer.
+
+Parameter names are those of the checkpoints that SGLang loads. At position p a head reads hidden state p of the
+target and token p + 1, and predicts token p + 2; while it drafts, its own hidden state stands in for the
+target's:
+
+| | hidden state it reads | before the layer | hands on to its next step | logits |
+|---|---|---|---|---|
+| eagle | after the target's last norm | fc(token, hidden) | the layer's output | the target's lm_head |
+| eagle3 | inputs of three target layers, through fc | norm(token), norm(hidden) | the layer's output | its own lm_head |
+| mtp | after the target's last norm | input_proj(norm(hidden), norm(token)) | final_layernorm(output) | the target's |
+
+Embedding and lm_head (eagle3: the embedding) are the target's and not part of a head.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+MTP_PREFIX = "model.mtp_layers.0."
+
+
+class TargetStates(NamedTuple):
+    """What one pass of the target over [batch, length] tokens leaves behind."""
+
+    logits: Tensor  # [batch, length, vocabulary]
+    last: Tensor  # [batch, length, hidden], after the last norm
+    layer_inputs: tuple[Tensor, ...]  # one [batch, length, hidden] per layer: the residual stream before it
+
+
+class Drafted(NamedTuple):
+    """One step of many chains."""
+
+    logits: Tensor  # [batch, chains, the head's vocabulary]
+    hidden: Tensor  # [batch, chains, hidden], what the next step reads
+
+
+@torch.no_grad()
+def read_target(target: LlamaForCausalLM, tokens: Tensor) -> TargetStates:
+    """Run the target once, keeping every hidden state that some head reads."""
+    output = target.model(tokens, use_cache=False, output_hidden_states=True)
+    last = output.last_hidden_state
+    return TargetStates(target.lm_head(last), last, output.hidden_states[: target.config.num_hidden_layers])
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; the input may be wider than the output."""
+
+    def __init__(self, config: dict, input_size: int):
+        super().__init__()
+        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.head_dim = config["head_dim"]
+        self.theta = config["rope_parameters"]["rope_theta"]
+        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config["hidden_size"], bias=False)
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns: queries, keys and values, each [batch, heads, length, head_dim]; one key head per query head."""
+        batch, length, _ = x.shape
+        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        group = self.heads // self.kv_heads
+        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        angles = positions[:, None].float() * self.theta**-exponents
+        cos, sin = angles.cos(), angles.sin()
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """Attend as chain p does in its latest step.
+
+        Args:
+            q: [batch, heads, chains, head_dim], of the latest step.
+            keys, values: one per step so far, each as `q`. Chain p sees the first step's entries 0 to p, which the
+                target's hidden states made, and of the later steps only its own.
+        Returns: [batch, chains, hidden]
+        """
+        batch, _, chains, _ = q.shape
+        if len(keys) == 1:
+            mixed = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+        else:
+            q = q * self.head_dim**-0.5
+            unseen = torch.ones(chains, chains, dtype=torch.bool).triu(1)
+            scores = [(q @ keys[0].mT).masked_fill(unseen, float("-inf"))]
+            scores += [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
+            shares = torch.cat(scores, dim=-1).softmax(-1)
+            mixed = shares[..., :chains] @ values[0]
+            for step, v in enumerate(values[1:]):
+                mixed = mixed + shares[..., chains + step, None] * v
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, chains, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: dict):
+        super().__init__()
+        self.gate_proj = nn.Linear(config["hidden_size"], config["intermediate_size"], bias=False)
+        self.up_proj = nn.Linear(config["hidden_size"], config["intermediate_size"], bias=False)
+        self.down_proj = nn.Linear(config["intermediate_size"], config["hidden_size"], bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A decoder layer whose norms before the attention are the head's business."""
+
+    def __init__(self, config: dict, input_size: int, input_norms: tuple[str, ...]):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config, input_size), Mlp(config)
+        for name in (*input_norms, "post_attention_layernorm"):
+            self.add_module(name, RmsNorm(config["hidden_size"], config["rms_norm_eps"]))
+
+
+@torch.no_grad()
+def _start_by_passing_on(linear: nn.Linear, columns: slice, layer: Layer) -> None:
+    """Initial weights with which the hidden state in `columns` nearly passes through the head unchanged."""
+    linear.weight.normal_(std=0.02)
+    linear.weight[:, columns] = torch.eye(len(linear.weight))
+    if linear.bias is not None:
+        linear.bias.zero_()
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+
+
+class Head(nn.Module):
+    """What the three have in common.
+
+    Args:
+        config: the head's config.json.
+        embedding: [vocabulary, hidden], the target's.
+        lm_head: as `embedding`.
+    """
+
+    kind: ClassVar[str]
+    architecture: ClassVar[str]
+
+    def __init__(self, config: dict, embedding: Tensor, lm_head: Tensor):
+        super().__init__()
+        self.config = config
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("target_head", lm_head, persistent=False)
+
+    @property
+    def layer(self) -> Layer:
+        raise NotImplementedError
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """[the head's vocabulary] int64, the target's id of each of its tokens; None when they are the same."""
+        return None
+
+    def features(self, states: TargetStates) -> Tensor:
+        """[batch, length, ...], what SGLang captures from the target for this kind of head."""
+        return states.last
+
+    def project(self, features: Tensor) -> Tensor:
+        """The features as a hidden state that a step reads."""
+        return features
+
+    def enter(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns: the residual stream, and the attention's input."""
+        raise NotImplementedError
+
+    def leave(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns: what the logits are made of, and the hidden state for the next step."""
+        return residual, residual
+
+    def read_logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.target_head)
+
+    def draft(self, tokens: Tensor, features: Tensor, steps: int) -> list[Drafted]:
+        """A chain from every position at once: chain p starts at hidden state p, reads tokens p + 1, p + 2, ...
+
+        Each chain is what serving computes when the target has written `tokens` up to p + 1 and the head drafts
+        the rest of them; only its own hidden states enter after the first step, and its own keys and values.
+
+        Args:
+            tokens: [batch, length].
+            features: [batch, length, ...] from `features`.
+            steps: drafted tokens per chain.
+        Returns: per step, with chains = length - steps; the logits of step j of chain p are those of token
+            p + 2 + j.
+        """
+        chains = tokens.shape[1] - steps
+        if chains < 1:
+            raise ValueError(f"{tokens.shape[1]} tokens are too few for chains of {steps}")
+        hidden, drafted, keys, values = self.project(features[:, :chains]), [], [], []
+        for step in range(steps):
+            positions = torch.arange(step, step + chains)
+            embeds = F.embedding(tokens[:, 1 + step : 1 + step + chains], self.embedding)
+            residual, x = self.enter(embeds, hidden, positions)
+            q, k, v = self.layer.self_attn.project(x, positions)
+            keys.append(k)
+            values.append(v)
+            residual = residual + self.layer.self_attn.attend(q, keys, values)
+            residual = residual + self.layer.mlp(self.layer.post_attention_layernorm(residual))
+            x, hidden = self.leave(residual)
+            drafted.append(Drafted(self.read_logits(x), hidden))
+        return drafted
+
+
+class EagleHead(Head):
+    kind, architecture = "eagle", "LlamaForCausalLMEagle"
+
+    def __init__(self, config: dict, embedding: Tensor, lm_head: Tensor):
+        super().__init__(config, embedding, lm_head)
+        hidden = config["hidden_size"]
+        self.fc = nn.Linear(2 * hidden, hidden)
+        self.layers = nn.ModuleList([Layer(config, hidden, ())])
+        _start_by_passing_on(self.fc, slice(hidden, None), self.layer)
+
+    @property
+    def layer(self) -> Layer:
+        return self.layers[0]
+
+    def enter(self, embeds, hidden, positions):
+        x = self.fc(torch.cat((embeds, hidden), dim=-1))
+        return x, x
+
+
+class Eagle3Head(Head):
+    kind, architecture = "eagle3", "LlamaForCausalLMEagle3"
+
+    def __init__(self, config: dict, embedding: Tensor, lm_head: Tensor):
+        super().__init__(config, embedding, lm_head)
+        hidden, eps, size = config["hidden_size"], config["rms_norm_eps"], config["draft_vocab_size"]
+        self.layer_ids: list[int] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        self.fc = nn.Linear(len(self.layer_ids) * hidden, hidden, bias=False)
+        self.midlayer = Layer(config, 2 * hidden, ("input_layernorm", "hidden_norm"))
+        self.norm = RmsNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, size, bias=False)
+        # d2t[i] + i is the target's id of the head's token i; t2d marks those ids among the target's.
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(len(embedding), dtype=torch.bool))
+        _start_by_passing_on(self.fc, slice(-hidden, None), self.layer)
+
+    def set_draft_ids(self, ids: Tensor) -> None:
+        """Choose the head's vocabulary, and start from the target's rows of it.
+
+        Args:
+            ids: [draft_vocab_size] ascending ids of the target.
+        """
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.t2d.zero_()[ids] = True
+        self.lm_head.weight.detach().copy_(self.target_head[ids])
+
+    @property
+    def layer(self) -> Layer:
+        return self.midlayer
+
+    @property
+    def draft_ids(self) -> Tensor:
+        return self.d2t + torch.arange(len(self.d2t))
+
+    def features(self, states: TargetStates) -> Tensor:
+        # The output of layer i is the input of layer i + 1. SGLang collects them in the order of the layers.
+        return torch.cat([states.layer_inputs[i + 1] for i in sorted(self.layer_ids)], dim=-1)
+
+    def project(self, features):
+        return self.fc(features)
+
+    def enter(self, embeds, hidden, positions):
+        parts = self.layer.input_layernorm(embeds), self.layer.hidden_norm(hidden)
+        return hidden, torch.cat(parts, dim=-1)
+
+    def leave(self, residual):
+        return self.norm(residual), residual
+
+    def read_logits(self, x):
+        return self.lm_head(x)
+
+
+class MtpHead(Head):
+    kind, architecture = "mtp", "MiMoForCausalLM"
+
+    def __init__(self, config: dict, embedding: Tensor, lm_head: Tensor):
+        super().__init__(config, embedding, lm_head)
+        hidden, eps = config["hidden_size"], config["rms_norm_eps"]
+        self.token_layernorm, self.hidden_layernorm = RmsNorm(hidden, eps), RmsNorm(hidden, eps)
+        self.input_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.block = Layer(config, hidden, ("input_layernorm",))
+        self.final_layernorm = RmsNorm(hidden, eps)
+        _start_by_passing_on(self.input_proj, slice(0, hidden), self.layer)
+
+    @property
+    def layer(self) -> Layer:
+        return self.block
+
+    def enter(self, embeds, hidden, positions):
+        embeds = embeds * (positions != 0)[:, None]  # as MiMo does: the first position's token is not read
+        parts = self.hidden_layernorm(hidden), self.token_layernorm(embeds)
+        x = self.input_proj(torch.cat(parts, dim=-1))
+        return x, self.layer.input_layernorm(x)
+
+    def leave(self, residual):
+        x = self.final_layernorm(residual)
+        return x, x
+
+
+HEADS: dict[str, type[Head]] = {head.kind: head for head in (EagleHead, Eagle3Head, MtpHead)}
+
+
+def _names_in_checkpoint(head: Head) -> dict[str, str]:
+    """The checkpoint's name of every entry of the head's state."""
+    if head.kind != "mtp":
+        return {name: name for name in head.state_dict()}
+    return {name: MTP_PREFIX + name.removeprefix("block.") for name in head.state_dict()}
+
+
+def save_head(head: Head, folder: Path) -> None:
+    """Write config.json and model.safetensors, matrices and norms as bfloat16; `head` stays as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(head.config, indent=2) + "\n")
+    state = head.state_dict()
+    tensors = {
+        there: (state[here].bfloat16() if state[here].is_floating_point() else state[here]).contiguous()
+        for here, there in _names_in_checkpoint(head).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_head(folder: Path, target: LlamaForCausalLM) -> Head:
+    """The head in float32, on the target's embedding and lm_head.
+
+    An MTP layer may be stored narrower than its config says, whose sizes are the complete checkpoint's.
+
+    Raises:
+        ValueError: no such head, or a tensor is missing, unknown or of another size.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    kinds = {head.architecture: head for head in HEADS.values()}
+    architecture = config["architectures"][0]
+    if architecture not in kinds:
+        raise ValueError(f"{folder}: {architecture} is not a head; known are {', '.join(kinds)}")
+    tensors = {
+        name: t.float() if t.is_floating_point() else t
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, t in load_file(path).items()
+    }
+    stored = dict(config)
+    if architecture == MtpHead.architecture:
+        stored["intermediate_size"] = len(tensors[f"{MTP_PREFIX}mlp.gate_proj.weight"])
+    head = kinds[architecture](
+        stored, target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
+    )
+    names = _names_in_checkpoint(head)
+    if set(names.values()) != set(tensors):
+        raise ValueError(f"{folder}: {sorted(set(names.values()) ^ set(tensors))} missing or unknown")
+    head.load_state_dict({here: tensors[there] for here, there in names.items()})
+    head.config = config
+    return head.eval()
