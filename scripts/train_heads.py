@@ -69,11 +69,11 @@ PRESETS = {
     "tiny": HeadsPreset(
         text=train_pair.PRESETS["tiny"],
         heads={
-            "eagle": HeadSettings(4, 2, 64, steps=8, unrolled=2, feature_weight=1.0),
-            "eagle3": HeadSettings(2, 1, 64, steps=8, unrolled=3),
-            "mtp": HeadSettings(4, 2, 64, steps=8, unrolled=2),
+            "eagle": HeadSettings(4, 2, 64, steps=16, unrolled=2, feature_weight=1.0),
+            "eagle3": HeadSettings(2, 1, 64, steps=16, unrolled=3),
+            "mtp": HeadSettings(4, 2, 64, steps=16, unrolled=2),
         },
-        batch_tokens=1024,
+        batch_tokens=512,
         context_tokens=128,
     ),
 }
@@ -310,7 +310,7 @@ def measure(pair: Path, work_dir: Path, preset_name: str, preset: HeadsPreset, k
             "heads": settings.heads,
             "kv_heads": settings.kv_heads,
             "intermediate": settings.intermediate,
-            "vocabulary": preset.text.vocab_size if head.draft_ids is None else len(head.draft_ids),
+            "vocabulary": target.config.vocab_size if head.draft_ids is None else len(head.draft_ids),
             "training": {
                 "steps": len(history),
                 "tokens": len(history) * preset.batch_tokens,
