@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 def render_heads(heads: dict, prompt_kinds: Sequence[str]) -> str:
     """The section on the draft heads that `scripts/train_heads.py` trained, from its measured numbers alone."""
+    kinds = (*prompt_kinds, "overall")
     sizes, histories, accepted = [], [], []
     for kind, head in heads["heads"].items():
         history, mean = head["training"], head["acceptance"]["mean_accepted"]
@@ -18,17 +19,15 @@ def render_heads(heads: dict, prompt_kinds: Sequence[str]) -> str:
             f"| `{kind}/` | {history['steps']} | {history['tokens'] / 1e6:.2f} M | {history['unrolled']} | "
             f"{history['first_loss']:.2f} -> {history['last_loss']:.2f} |"
         )
-        accepted.append(
-            f"| `{kind}/` | " + " | ".join(f"{mean[k]:.2f}" for k in (*prompt_kinds, "overall")) + " |"
-        )
-    eagle3 = heads["heads"].get("eagle3")
-    aux = (
-        f"\n- `eagle3/` reads the outputs of target layers {', '.join(map(str, eagle3['layer_ids']))} and drafts "
-        f"the {eagle3['vocabulary']} most frequent\n  tokens, which are {eagle3['coverage']:.1%} of those that the "
-        "target writes (`d2t` in its weights is the map)."
-        if eagle3
-        else ""
-    )
+        accepted.append(f"| `{kind}/` | {' | '.join(f'{mean[k]:.2f}' for k in kinds)} |")
+    size_rows, history_rows, accepted_rows = ("\n".join(rows) for rows in (sizes, histories, accepted))
+    notes = "- `eagle/` reads the state after the last norm (EAGLE, EAGLE-2)."
+    if "eagle3" in heads["heads"]:
+        eagle3 = heads["heads"]["eagle3"]
+        layers = ", ".join(map(str, eagle3["layer_ids"]))
+        notes += f"""
+- `eagle3/` reads the outputs of target layers {layers}, and drafts the {eagle3["vocabulary"]} most frequent tokens. `d2t` in
+  its weights maps them; they are {eagle3["coverage"]:.1%} of the tokens that the target writes after the prompts."""
     return f"""
 ## Draft heads
 
@@ -37,11 +36,11 @@ form that SGLang loads. Embedding and `lm_head` (`eagle3/`: the embedding) are t
 
 | | parameters | query / kv heads | intermediate | vocabulary |
 |---|---|---|---|---|
-{chr(10).join(sizes)}
+{size_rows}
 
-- `eagle/` reads the state after the last norm (EAGLE, EAGLE-2).{aux}
+{notes}
 - `mtp/` holds the MTP layer alone: `scripts/mtp_checkpoint.py` joins target and layer to a complete
-  MiMoForCausalLM, whose function is the target's. Its attention has the target's sizes.
+  MiMoForCausalLM, whose function is the target's. The layer takes the target's sizes there, without another effect.
 
 Trained on the same text as the draft: half cross-entropy to the target's distribution, half to its likeliest
 token, averaged over chains of the head's own hidden states (unrolled); for `eagle/` also smooth L1 between its
@@ -49,11 +48,11 @@ hidden state and the target's.
 
 | | steps | tokens | unrolled | training loss |
 |---|---|---|---|---|
-{chr(10).join(histories)}
+{history_rows}
 
 Mean accepted tokens, measured as above:
 
-| | {" | ".join((*prompt_kinds, "overall"))} |
-|---|---|---|---|---|---|
-{chr(10).join(accepted)}
+| | {" | ".join(kinds)} |
+|---|{"---|" * len(kinds)}
+{accepted_rows}
 """
