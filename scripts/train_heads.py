@@ -51,7 +51,7 @@ class HeadsPreset:
 
     text: Preset
     heads: dict[str, HeadSettings]
-    batch_tokens: int = 4096
+    batch_tokens: int = 2048
     context_tokens: int = 512
     draft_vocab_size: int = 1024  # of eagle3
     aux_layer_ids: tuple[int, ...] = (0, 2, 3)  # of eagle3; the last layer's output cannot be captured
@@ -61,9 +61,9 @@ PRESETS = {
     "full": HeadsPreset(
         text=train_pair.PRESETS["full"],
         heads={
-            "eagle": HeadSettings(4, 2, 512, steps=300, unrolled=4, feature_weight=1.0),
-            "eagle3": HeadSettings(2, 1, 192, steps=300, unrolled=5),
-            "mtp": HeadSettings(4, 2, 512, steps=200, unrolled=3),
+            "eagle": HeadSettings(4, 2, 512, steps=540, unrolled=4, feature_weight=1.0),
+            "eagle3": HeadSettings(2, 1, 192, steps=640, unrolled=5),
+            "mtp": HeadSettings(4, 2, 512, steps=400, unrolled=3),
         },
     ),
     "tiny": HeadsPreset(
