@@ -11,12 +11,13 @@ def render_heads(heads: dict, prompt_kinds: Sequence[str]) -> str:
     sizes, histories, accepted = [], [], []
     for kind, head in heads["heads"].items():
         history, mean = head["training"], head["acceptance"]["mean_accepted"]
+        rounds = ", ".join(f"{steps} x {unrolled}" for steps, unrolled in history["rounds"])
         sizes.append(
             f"| `{kind}/` | {head['parameters'] / 1e6:.2f} M | {head['heads']} / {head['kv_heads']} | "
             f"{head['intermediate']} | {head['vocabulary']} |"
         )
         histories.append(
-            f"| `{kind}/` | {history['steps']} | {history['tokens'] / 1e6:.2f} M | {history['unrolled']} | "
+            f"| `{kind}/` | {rounds} | {history['tokens'] / 1e6:.2f} M | "
             f"{history['first_loss']:.2f} -> {history['last_loss']:.2f} |"
         )
         accepted.append(f"| `{kind}/` | {' | '.join(f'{mean[k]:.2f}' for k in kinds)} |")
@@ -43,11 +44,11 @@ form that SGLang loads. Embedding and `lm_head` (`eagle3/`: the embedding) are t
   MiMoForCausalLM, whose function is the target's. The layer takes the target's sizes there, without another effect.
 
 Trained on the same text as the draft: half cross-entropy to the target's distribution, half to its likeliest
-token, averaged over chains of the head's own hidden states (unrolled); for `eagle/` also smooth L1 between its
+token, averaged over chains of the head's own hidden states; for `eagle/` also smooth L1 between its
 hidden state and the target's.
 
-| | steps | tokens | unrolled | training loss |
-|---|---|---|---|---|
+| | steps x length of the chains | tokens | training loss |
+|---|---|---|---|
 {history_rows}
 
 Mean accepted tokens, measured as above:

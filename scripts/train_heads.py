@@ -16,7 +16,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,13 @@ from transformers import LlamaForCausalLM
 PAIR = Path(__file__).resolve().parents[1] / "benchmarks" / "pair"
 
 
+class Round(NamedTuple):
+    """A stretch of training with a learning rate that rises and falls."""
+
+    steps: int
+    unrolled: int  # steps of a chain
+
+
 @dataclass(frozen=True)
 class HeadSettings:
     """What a head is and how it learns."""
@@ -39,8 +46,7 @@ class HeadSettings:
     heads: int
     kv_heads: int
     intermediate: int
-    steps: int
-    unrolled: int  # steps of a chain
+    rounds: tuple[Round, ...]
     feature_weight: float = 0.0  # of smooth L1 to the target's hidden states
     step_decay: float = 0.8  # later steps of a chain happen less often, and count less
 
@@ -60,18 +66,20 @@ class HeadsPreset:
 PRESETS = {
     "full": HeadsPreset(
         text=train_pair.PRESETS["full"],
+        # Long chains are dear. After a first round on them every step of a chain is right as often as the first,
+        # and what helps is more text.
         heads={
-            "eagle": HeadSettings(4, 2, 512, steps=540, unrolled=4, feature_weight=1.0),
-            "eagle3": HeadSettings(2, 1, 192, steps=640, unrolled=5),
-            "mtp": HeadSettings(4, 2, 512, steps=400, unrolled=3),
+            "eagle": HeadSettings(4, 2, 512, (Round(100, 3), Round(300, 2)), feature_weight=1.0),
+            "eagle3": HeadSettings(2, 1, 192, (Round(420, 5), Round(400, 2))),
+            "mtp": HeadSettings(4, 2, 512, (Round(260, 2),)),
         },
     ),
     "tiny": HeadsPreset(
         text=train_pair.PRESETS["tiny"],
         heads={
-            "eagle": HeadSettings(4, 2, 64, steps=16, unrolled=2, feature_weight=1.0),
-            "eagle3": HeadSettings(2, 1, 64, steps=16, unrolled=3),
-            "mtp": HeadSettings(4, 2, 64, steps=16, unrolled=2),
+            "eagle": HeadSettings(4, 2, 64, (Round(12, 2),), feature_weight=1.0),
+            "eagle3": HeadSettings(2, 1, 64, (Round(6, 3), Round(6, 2))),
+            "mtp": HeadSettings(4, 2, 64, (Round(12, 1),)),
         },
         batch_tokens=512,
         context_tokens=128,
@@ -149,8 +157,30 @@ def choose_draft_ids(stream: Tensor, written: Tensor, vocab_size: int, count: in
 # -------------------------------------------------------------------------------------------------- learning
 
 
-def head_loss(head: Head, target: LlamaForCausalLM, tokens: Tensor, settings: HeadSettings) -> Tensor:
-    """What a chain of `settings.unrolled` steps from every position of [batch, length] tokens loses.
+class RoundsTrainer(Trainer):
+    """In each round the learning rate warms up over 16 steps, stays, and falls to 0 over the last half."""
+
+    def __init__(self, model: Head, rounds: tuple[Round, ...], checkpoint: Path):
+        super().__init__(model, sum(r.steps for r in rounds), checkpoint)
+        self.rounds = rounds
+
+    def locate(self, step: int) -> tuple[int, Round]:
+        """The round that a step belongs to, and how many steps of that round come before it."""
+        for current in self.rounds:
+            if step < current.steps:
+                return step, current
+            step -= current.steps
+        raise IndexError(f"training ends {step} steps earlier")
+
+    def rate(self) -> float:
+        done, current = self.locate(self.step_index)
+        return min(1.0, (done + 1) / 16, 2 * (1 - done / current.steps))
+
+
+def head_loss(
+    head: Head, target: LlamaForCausalLM, tokens: Tensor, unrolled: int, settings: HeadSettings
+) -> Tensor:
+    """What a chain of `unrolled` steps from every position of [batch, length] tokens loses.
 
     Per step: half cross-entropy to the target's distribution (sampled requests), half to its likeliest token
     (greedy ones), and `feature_weight` times smooth L1 to the target's hidden state. Tokens outside a reduced
@@ -164,7 +194,7 @@ def head_loss(head: Head, target: LlamaForCausalLM, tokens: Tensor, settings: He
         probs, likeliest = probs[..., head.draft_ids], position[likeliest]
     features = head.features(states)
     total, weights = 0.0, 0.0
-    for step, drafted in enumerate(head.draft(tokens, features, settings.unrolled)):
+    for step, drafted in enumerate(head.draft(tokens, features, unrolled)):
         there = slice(1 + step, 1 + step + drafted.hidden.shape[1])
         log_probs = drafted.logits.log_softmax(-1)
         soft = -(probs[:, there] * log_probs).sum(-1).mean()
@@ -218,7 +248,7 @@ def train_head(
     """Train one head; None when stopped before its last step."""
     settings, seed = preset.heads[kind], preset.text.seed
     head = make_head(target, kind, preset, text.draft_ids).train()
-    trainer = Trainer(head, settings.steps, work_dir / f"{kind}.checkpoint")
+    trainer = RoundsTrainer(head, settings.rounds, work_dir / f"{kind}.checkpoint")
     if resume and trainer.checkpoint.exists():
         trainer.restore()
     written_rows = max(1, preset.batch_tokens // text.written.shape[1])
@@ -232,7 +262,7 @@ def train_head(
             tokens = train_pair.batch_at(
                 text.stream, step // 2, preset.batch_tokens, preset.context_tokens, seed + 6
             )
-        return head_loss(head, target, tokens, settings)
+        return head_loss(head, target, tokens, trainer.locate(step)[1].unrolled, settings)
 
     if not train_pair.run_steps(trainer, loss_at, kind, stop_after):
         return None
@@ -314,7 +344,7 @@ def measure(pair: Path, work_dir: Path, preset_name: str, preset: HeadsPreset, k
             "training": {
                 "steps": len(history),
                 "tokens": len(history) * preset.batch_tokens,
-                "unrolled": settings.unrolled,
+                "rounds": [list(r) for r in settings.rounds],
                 "first_loss": round(history[0], 3),
                 "last_loss": round(sum(history[-tail:]) / tail, 3),
             },
