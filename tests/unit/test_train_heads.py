@@ -284,15 +284,17 @@ def test_the_learning_rate_rises_and_falls_in_each_round(target, tmp_path):
     head = make_head(target, "eagle", TINY, torch.arange(4))
     trainer = RoundsTrainer(head, (Round(40, 5), Round(64, 2)), tmp_path / "checkpoint")
     rates, unrolled = [], []
-    for trainer.step_index in range(trainer.total_steps):
+    for step in range(104):
+        trainer.step_index = step
         rates.append(trainer.rate())
-        unrolled.append(trainer.locate(trainer.step_index)[1].unrolled)
+        unrolled.append(trainer.locate(step)[1].unrolled)
     assert unrolled == [5] * 40 + [2] * 64
     assert rates[0] == rates[40] == 1 / 16 and rates[20] == rates[40 + 32] == 1.0
     assert rates[39] == pytest.approx(2 / 40) and rates[103] == pytest.approx(2 / 64)
     alone = train_pair.Trainer(head, 40, tmp_path / "checkpoint")
-    for alone.step_index in range(40):  # one round is the pair's schedule
-        assert alone.rate() == pytest.approx(rates[alone.step_index])
+    for step in range(40):  # one round is the pair's schedule
+        alone.step_index = step
+        assert alone.rate() == pytest.approx(rates[step])
 
 
 def test_command_refuses_what_it_cannot_do(tmp_path):
