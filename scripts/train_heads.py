@@ -127,9 +127,9 @@ def make_config(target: LlamaForCausalLM, kind: str, preset: HeadsPreset) -> dic
     if kind == "mtp":
         if (settings.heads, settings.kv_heads) != (config.num_attention_heads, config.num_key_value_heads):
             raise ValueError("an MTP layer has the attention heads of its target")
-        del common["attention_bias"], common["mlp_bias"]
-        # transformers knows no "mimo"; SGLang chooses the model by its architecture, and MiMo is a Qwen2.
-        common |= {"model_type": "qwen2", "num_nextn_predict_layers": 1, "use_sliding_window": False}
+        # transformers knows no "mimo", and for "qwen2" would replace the tokenizer's splitting of words by its own.
+        # SGLang chooses the model by its architecture.
+        common["num_nextn_predict_layers"] = 1
         for key in ("intermediate_size", "num_hidden_layers", "tie_word_embeddings"):
             common[key] = getattr(config, key)
     return common

@@ -15,7 +15,7 @@ import typer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -315,7 +315,7 @@ def test_command_refuses_what_it_cannot_do(tmp_path):
 
 @pytest.mark.parametrize("size", ["shipped", "inflated"])
 @torch.no_grad()
-def test_mtp_checkpoint_is_the_target_with_a_layer(target, tmp_path, size):
+def test_mtp_checkpoint_is_the_target_with_a_layer(target, prompts, tmp_path, size):
     base, shape = PAIR / "target", InflatedShape(512, 6, 8, 720)
     if size == "inflated":
         inflate(PAIR / "target", tmp_path / "large", shape)
@@ -326,11 +326,17 @@ def test_mtp_checkpoint_is_the_target_with_a_layer(target, tmp_path, size):
     index = json.loads((tmp_path / "joined" / "model.safetensors.index.json").read_text())["weight_map"]
     assert {(tmp_path / "joined" / name).exists() for name in index.values()} == {True}
 
-    # transformers reads MiMo as the Qwen2 that it is, and leaves the layer aside.
-    joined = Qwen2ForCausalLM.from_pretrained(tmp_path / "joined", dtype=torch.float32).eval()
+    # SGLang serves MiMo's layers as Qwen2's.
+    as_qwen = Qwen2Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})
+    joined = Qwen2ForCausalLM.from_pretrained(tmp_path / "joined", config=as_qwen, dtype=torch.float32).eval()
+    assert joined.model.layers[0].self_attn.q_proj.bias is not None
     expected_model = train_pair.load_model(base)
     tokens = some_tokens(target, 2, 40)
     torch.testing.assert_close(joined(tokens).logits, expected_model(tokens).logits, rtol=1e-6, atol=1e-5)
+
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (PAIR / "target", tmp_path / "joined")]
+    one, other = (t([p["text"] for p in prompts]).input_ids for t in tokenizers)
+    assert one == other
 
     layer = load_file(tmp_path / "joined" / "model-mtp.safetensors")
     biases = {name for name in layer if name.endswith(".bias")}
