@@ -69,9 +69,9 @@ PRESETS = {
         # Long chains are dear. After a first round on them every step of a chain is right as often as the first,
         # and what helps is more text.
         heads={
-            "eagle": HeadSettings(4, 2, 512, (Round(100, 3), Round(300, 2)), feature_weight=1.0),
-            "eagle3": HeadSettings(2, 1, 192, (Round(420, 5), Round(400, 2))),
-            "mtp": HeadSettings(4, 2, 512, (Round(260, 2),)),
+            "eagle": HeadSettings(4, 2, 512, (Round(100, 3), Round(240, 2)), feature_weight=1.0),
+            "eagle3": HeadSettings(2, 1, 192, (Round(420, 5), Round(400, 2), Round(260, 2))),
+            "mtp": HeadSettings(4, 2, 512, (Round(200, 2),)),
         },
     ),
     "tiny": HeadsPreset(
