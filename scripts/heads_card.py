@@ -11,7 +11,7 @@ def render_heads(heads: dict, prompt_kinds: Sequence[str]) -> str:
     sizes, histories, accepted = [], [], []
     for kind, head in heads["heads"].items():
         history, mean = head["training"], head["acceptance"]["mean_accepted"]
-        rounds = ", ".join(f"{steps} x {unrolled}" for steps, unrolled in history["rounds"])
+        rounds = ", ".join(f"{steps} x {unrolled}" for steps, unrolled, _ in history["rounds"])
         sizes.append(
             f"| `{kind}/` | {head['parameters'] / 1e6:.2f} M | {head['heads']} / {head['kv_heads']} | "
             f"{head['intermediate']} | {head['vocabulary']} |"

@@ -37,6 +37,7 @@ class Round(NamedTuple):
 
     steps: int
     unrolled: int  # steps of a chain
+    feature_weight: float = 0.0  # of smooth L1 to the target's hidden states
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class HeadSettings:
     kv_heads: int
     intermediate: int
     rounds: tuple[Round, ...]
-    feature_weight: float = 0.0  # of smooth L1 to the target's hidden states
     step_decay: float = 0.8  # later steps of a chain happen less often, and count less
 
 
@@ -69,15 +69,15 @@ PRESETS = {
         # Long chains are dear. After a first round on them every step of a chain is right as often as the first,
         # and what helps is more text.
         heads={
-            "eagle": HeadSettings(4, 2, 512, (Round(100, 3), Round(240, 2)), feature_weight=1.0),
+            "eagle": HeadSettings(4, 2, 512, (Round(100, 3, 1.0), Round(240, 2, 1.0), Round(280, 2, 0.1))),
             "eagle3": HeadSettings(2, 1, 192, (Round(420, 5), Round(400, 2), Round(260, 2))),
-            "mtp": HeadSettings(4, 2, 512, (Round(200, 2),)),
+            "mtp": HeadSettings(4, 2, 512, (Round(200, 2), Round(120, 2))),
         },
     ),
     "tiny": HeadsPreset(
         text=train_pair.PRESETS["tiny"],
         heads={
-            "eagle": HeadSettings(4, 2, 64, (Round(12, 2),), feature_weight=1.0),
+            "eagle": HeadSettings(4, 2, 64, (Round(12, 2, 1.0),)),
             "eagle3": HeadSettings(2, 1, 64, (Round(6, 3), Round(6, 2))),
             "mtp": HeadSettings(4, 2, 64, (Round(12, 1),)),
         },
@@ -178,12 +178,12 @@ class RoundsTrainer(Trainer):
 
 
 def head_loss(
-    head: Head, target: LlamaForCausalLM, tokens: Tensor, unrolled: int, settings: HeadSettings
+    head: Head, target: LlamaForCausalLM, tokens: Tensor, current: Round, step_decay: float
 ) -> Tensor:
-    """What a chain of `unrolled` steps from every position of [batch, length] tokens loses.
+    """What a chain of `current.unrolled` steps from every position of [batch, length] tokens loses.
 
     Per step: half cross-entropy to the target's distribution (sampled requests), half to its likeliest token
-    (greedy ones), and `feature_weight` times smooth L1 to the target's hidden state. Tokens outside a reduced
+    (greedy ones), and `current.feature_weight` times smooth L1 to the target's hidden state. Tokens outside a reduced
     vocabulary take no part: the head cannot draft them.
     """
     states = read_target(target, tokens)
@@ -194,16 +194,16 @@ def head_loss(
         probs, likeliest = probs[..., head.draft_ids], position[likeliest]
     features = head.features(states)
     total, weights = 0.0, 0.0
-    for step, drafted in enumerate(head.draft(tokens, features, unrolled)):
+    for step, drafted in enumerate(head.draft(tokens, features, current.unrolled)):
         there = slice(1 + step, 1 + step + drafted.hidden.shape[1])
         log_probs = drafted.logits.log_softmax(-1)
         soft = -(probs[:, there] * log_probs).sum(-1).mean()
         hard = F.nll_loss(log_probs.flatten(0, 1), likeliest[:, there].flatten(), ignore_index=-100)
         loss = 0.5 * soft + 0.5 * hard
-        if settings.feature_weight:
-            loss = loss + settings.feature_weight * F.smooth_l1_loss(drafted.hidden, features[:, there])
-        total = total + settings.step_decay**step * loss
-        weights += settings.step_decay**step
+        if current.feature_weight:
+            loss = loss + current.feature_weight * F.smooth_l1_loss(drafted.hidden, features[:, there])
+        total = total + step_decay**step * loss
+        weights += step_decay**step
     return total / weights
 
 
@@ -262,7 +262,7 @@ def train_head(
             tokens = train_pair.batch_at(
                 text.stream, step // 2, preset.batch_tokens, preset.context_tokens, seed + 6
             )
-        return head_loss(head, target, tokens, trainer.locate(step)[1].unrolled, settings)
+        return head_loss(head, target, tokens, trainer.locate(step)[1], settings.step_decay)
 
     if not train_pair.run_steps(trainer, loss_at, kind, stop_after):
         return None

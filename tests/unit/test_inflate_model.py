@@ -151,7 +151,7 @@ def draft_on(target: LlamaForCausalLM, head: Head, tokens: torch.Tensor) -> list
 @pytest.mark.parametrize("hidden", [256, 384, 1024])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_an_inflated_head_drafts_the_same_for_the_inflated_target(tmp_path, kind, hidden):
-    shape = InflatedShape(hidden, 6, 6, 720)
+    shape = InflatedShape(hidden, 6, 8, 720)
     inflate(PAIR / "target", tmp_path / "target", shape)
     inflate(PAIR / kind, tmp_path / "head", shape)
     small, large = load(PAIR / "target"), load(tmp_path / "target")
