@@ -33,6 +33,7 @@ from typing import Annotated, NamedTuple
 import torch
 import torch.nn.functional as F
 import typer
+from heads_card import render_heads
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
@@ -378,7 +379,7 @@ def build_model(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def round_to_bfloat16(model: LlamaForCausalLM) -> None:
+def round_to_bfloat16(model: torch.nn.Module) -> None:
     """Give the float32 weights the values that will be shipped."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -440,9 +441,12 @@ class Trainer:
     The learning rate warms up over 16 steps, stays, and falls linearly to 0 over the last half.
     """
 
-    def __init__(self, model: LlamaForCausalLM, total_steps: int, checkpoint: Path):
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-        others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    def __init__(self, model: torch.nn.Module, total_steps: int, checkpoint: Path):
+        def is_matrix(name: str, parameter: Tensor) -> bool:
+            return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+
+        matrices = [p for n, p in model.named_parameters() if is_matrix(n, p)]
+        others = [p for n, p in model.named_parameters() if not is_matrix(n, p)]
         self.model, self.total_steps, self.checkpoint = model, total_steps, checkpoint
         self.optimizers = [
             Muon(matrices, lr=0.02),
@@ -756,6 +760,8 @@ def render_card(metrics: dict) -> str:
         )
         return f"{accepted[kind]:.2f} | {means[len(means) // 10]:.2f} | {means[-1 - len(means) // 10]:.2f}"
 
+    heads = render_heads(metrics["heads"], KINDS) if "heads" in metrics else ""
+
     kinds = "\n".join(f"| {kind} | {spread(kind)} |" for kind in (*KINDS, "overall"))
     characters = ", ".join(
         f"{kind} {corpus['characters_by_kind'].get(kind, 0) / 1e6:.1f} M" for kind in KINDS
@@ -816,7 +822,7 @@ prompt, float32, over `prompts.jsonl`: mean over all verifications, and the spre
 | kind | mean accepted of {acceptance["drafted"]} | a tenth of the prompts below | a tenth above |
 |---|---|---|---|
 {kinds}
-
+{heads}
 ## Prompts
 
 `prompts.jsonl`: {prompts["count"]} prompts of {shortest} to {longest} tokens (median {median}), fields `id`,
@@ -913,7 +919,7 @@ def train_draft(
 
 
 def publish(run: Run, metrics: dict, out: Path) -> None:
-    """Put the finished pair in its place, file by file, each replaced at once and the weights last."""
+    """Put the finished pair in its place. Heads of an earlier target lose their section of the card."""
     texts = {
         "prompts.jsonl": "".join(json.dumps(p) + "\n" for p in run.prompts),
         "metrics.json": json.dumps(metrics, indent=1) + "\n",
@@ -923,6 +929,11 @@ def publish(run: Run, metrics: dict, out: Path) -> None:
     for name in ("target", "draft"):
         for path in sorted((run.work_dir / name).iterdir()):
             contents[Path(name) / path.name] = path.read_bytes()
+    write_files(contents, out)
+
+
+def write_files(contents: dict[Path, bytes], out: Path) -> None:
+    """Write files below `out`, each replaced at once and the weights last."""
     for name, content in sorted(contents.items(), key=lambda item: item[0].suffix == ".safetensors"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         partial = out / name.with_name(f".{name.name}.partial")

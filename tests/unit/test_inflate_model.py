@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import inflate_model
+from draft_heads import Head, load_head, read_target
 from inflate_model import InflatedShape, ensure_inflated, inflate, parse_shape
 
 PAIR = ROOT / "benchmarks" / "pair"
@@ -138,6 +139,83 @@ def test_scaling_by_a_power_of_four_is_exact_in_bfloat16(tmp_path):
     )
     inflate(source, tmp_path / "large", shape, dtype="bfloat16")
     assert_same_function(source, tmp_path / "large", [list(range(5, 60))])
+
+
+def draft_on(target: LlamaForCausalLM, head: Head, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """The logits of chains of five from every position, and at the end the features they began with."""
+    with torch.no_grad():
+        features = head.features(read_target(target, tokens))
+        return [*(d.logits for d in head.draft(tokens, features, 5)), features]
+
+
+@pytest.mark.parametrize("hidden", [256, 384, 1024])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_an_inflated_head_drafts_the_same_for_the_inflated_target(tmp_path, kind, hidden):
+    shape = InflatedShape(hidden, 6, 8, 720)
+    inflate(PAIR / "target", tmp_path / "target", shape)
+    inflate(PAIR / kind, tmp_path / "head", shape)
+    small, large = load(PAIR / "target"), load(tmp_path / "target")
+    small_head, large_head = load_head(PAIR / kind, small), load_head(tmp_path / "head", large)
+    lines = (PAIR / "prompts.jsonl").read_text().splitlines()
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    tokens = torch.tensor([tokenizer(json.loads(lines[30])["text"]).input_ids])
+    *expected, features = draft_on(small, small_head, tokens)
+    *found, large_features = draft_on(large, large_head, tokens)
+    for one, other in zip(expected, found, strict=True):
+        assert (one - other).abs().max() <= 2e-5 * one.abs().max()
+        assert torch.equal(one.argmax(-1), other.argmax(-1))
+    # The real dimensions come first in each hidden state, and the added ones say nothing.
+    parts = large_features.unflatten(-1, (-1, hidden))
+    assert not parts[..., 256:].any()
+    torch.testing.assert_close(parts[..., :256].flatten(-2), features, rtol=1e-4, atol=1e-4)
+    if kind == "eagle3":
+        assert torch.equal(small_head.draft_ids, large_head.draft_ids)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["hidden_size"] == hidden and config["num_hidden_layers"] == 1
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim"):
+        assert config[key] == small_head.config[key]
+    record = json.loads((tmp_path / "head" / "inflation.json").read_text())
+    assert record["parameters"] == sum(p.numel() for p in large_head.parameters())
+
+
+def _with_an_added_dimension_of_fc(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.index_fill(0, torch.tensor([len(tensor) - 1]), 0.1) if name == "fc.weight" else tensor
+
+
+def _with_swapped_parts_of_fc(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.roll(tensor.shape[0], dims=1) if name == "fc.weight" else tensor
+
+
+@pytest.mark.parametrize("break_it", [_with_an_added_dimension_of_fc, _with_swapped_parts_of_fc])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_broken_inflation_of_a_head_is_noticed(tmp_path, kind, break_it):
+    shape = InflatedShape(512, 5, 4, 704)
+    inflate(PAIR / "target", tmp_path / "target", shape)
+    inflate(PAIR / kind, tmp_path / "head", shape)
+    _rewrite(tmp_path / "head", break_it)
+    small, large = load(PAIR / "target"), load(tmp_path / "target")
+    tokens = torch.arange(5, 60)[None]
+    expected = draft_on(small, load_head(PAIR / kind, small), tokens)[:5]
+    found = draft_on(large, load_head(tmp_path / "head", large), tokens)[:5]
+    assert max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)) > 1e-2
+
+
+def test_heads_that_cannot_be_widened_are_refused(tmp_path):
+    head = tmp_path / "head"
+    shutil.copytree(PAIR / "eagle", head)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match="only heads of one layer"):
+        inflate(head, tmp_path / "large", InflatedShape(512, 5, 4, 704))
+    (head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="hidden=128 is smaller than the source's 256"):
+        inflate(head, tmp_path / "large", InflatedShape(128, 5, 4, 704))
+    tensors = load_file(head / "model.safetensors")
+    save_file(
+        tensors | {"extra.weight": torch.ones(1)}, head / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(ValueError, match=r"no place for extra\.weight"):
+        inflate(head, tmp_path / "large", InflatedShape(512, 5, 4, 704))
 
 
 def _rewrite(folder: Path, change) -> None:
