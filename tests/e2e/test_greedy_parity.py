@@ -26,6 +26,23 @@ def test_greedy_output_equals_no_speculation(plain, tetris, mixed_prompts):
     assert sum(o["meta_info"].get("spec_num_correct_drafts", 0) for o in actual) > len(mixed_prompts)
 
 
+# Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
+LEAST_SUCCESS = {
+    "overlap": 0.5, "synchronous": 0.5, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.25, "mtp": 0.4,
+}  # fmt: skip
+
+
+def test_drafts_are_accepted(tetris, mixed_prompts, request):
+    """Greedy, on held-out prompts."""
+    kind = request.node.callspec.params["tetris"]
+    outputs = tetris.generate_all(mixed_prompts[:24], max_new_tokens=32, ignore_eos=True)
+    accepted, selected = (
+        sum(output["meta_info"][f"spec_num_{name}_drafts"] for output in outputs)
+        for name in ("correct", "selected")
+    )
+    assert accepted > LEAST_SUCCESS[kind] * selected
+
+
 def test_short_outputs(plain, tetris, mixed_prompts):
     """max_new_tokens 1, 2 and 3 end inside a draft window."""
     each = [{"max_new_tokens": 1 + i % 3} for i in range(24)]
