@@ -45,7 +45,7 @@ form that SGLang loads. Embedding and `lm_head` (`eagle3/`: the embedding) are t
 
 Trained on the same text as the draft: half cross-entropy to the target's distribution, half to its likeliest
 token, averaged over chains of the head's own hidden states; for `eagle/` also smooth L1 between its
-hidden state and the target's.
+hidden state and the target's, a tenth of it in the last round.
 
 | | steps x length of the chains | tokens | training loss |
 |---|---|---|---|

@@ -70,7 +70,7 @@ PRESETS = {
         # and what helps is more text.
         heads={
             "eagle": HeadSettings(4, 2, 512, (Round(100, 3, 1.0), Round(240, 2, 1.0), Round(280, 2, 0.1))),
-            "eagle3": HeadSettings(2, 1, 192, (Round(420, 5), Round(400, 2), Round(260, 2))),
+            "eagle3": HeadSettings(2, 1, 192, (Round(420, 5), Round(400, 2), Round(260, 2), Round(220, 3))),
             "mtp": HeadSettings(4, 2, 512, (Round(200, 2), Round(120, 2))),
         },
     ),
