@@ -55,6 +55,7 @@ STAGES = (
     Stage("d", "servers: greedy parity, sampling, metrics", "server_checks:check_server"),
     Stage("e", "throughput", "server_checks:check_throughput", resumes_from="serving.json"),
     Stage("f", "memory and graph capture", "server_checks:check_graphs"),
+    Stage("g", "servers: trees, heads, n-grams", "server_checks:check_drafts"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Stages d to f of check.py: real servers."""
+"""Stages d to g of check.py: real servers."""
 
 from __future__ import annotations
 
@@ -60,46 +60,58 @@ def standalone_flags(draft: Path) -> list[str]:
 
 
 def check_server(report: Report) -> None:
-    """TETRIS and no speculation side by side on the shipped pair."""
-    flags = (
-        f"{SERVER_FLAGS} --mem-fraction-static 0.3 --max-total-tokens 65536 --max-running-requests 64 "
-        "--cuda-graph-bs-decode 1 2 4 8 16 32 64 --enable-metrics"
-    )
-    common = ["--model-path", str(PAIR / "target"), *flags.split()]
-    prompts = [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-
-    def serve(name: str, flags: Sequence[str], stack: contextlib.ExitStack) -> Client:
-        log_path = report.path.parent / f"d-{name}.log"
-        log(f"starting {name}: {log_path}")
-        server = stack.enter_context(ServerProcess([*common, *flags], log_path, start_timeout_s=300))
-        report.record(f"{name}_start_s", server.start_seconds)
-        return Client(server.url, log_path)
-
+    """TETRIS, with every way to plan the verify pass (runtime/cuda/), and no speculation side by side on the shipped pair."""
     with contextlib.ExitStack() as outer:
-        plain = serve("plain", [], outer)
-        parameters = {"max_new_tokens": 64, "return_logprob": True, "top_logprobs_num": 2}
-        expected = plain.generate_all(prompts, concurrency=32, **parameters)
-        for plan in ("device", "host", "eager"):  # every way to plan the verify pass (runtime/cuda/)
+        plain = _serve(report, "d-plain", [], outer)
+        expected = _generate_expected(plain)
+        for plan in ("device", "host", "eager"):
             with recorded(report, f"a server with {plan} plans"), contextlib.ExitStack() as inner:
                 flags = [*tetris_flags(PAIR / "draft"), "--speculative-tetris-verify-plan", plan]
-                tetris = serve(f"tetris-{plan}", flags, inner)
-                _check_greedy(
-                    report,
-                    f"{plan} plans",
-                    expected,
-                    tetris.generate_all(prompts, concurrency=32, max_new_tokens=64),
-                )
+                tetris = _serve(report, f"d-tetris-{plan}", flags, inner)
+                outputs = tetris.generate_all(_prompts(), concurrency=32, max_new_tokens=64)
+                _check_greedy(report, f"{plan} plans", expected, outputs)
                 if plan == "device":
-                    _check_sampled(report, plain, tetris, prompts[3])
-                    _check_metrics(report, tetris, prompts[:32])
+                    _check_sampled(report, plain, tetris, _prompts()[3])
+                    _check_metrics(report, tetris, _prompts()[:32])
                 report.record(
                     f"{plan}_phase_ms", {k: v for k, v in tetris.tetris_state().items() if k.endswith("_ms")}
                 )
+
+
+def check_drafts(report: Report) -> None:
+    """Trees, heads and n-grams against no speculation."""
+    with contextlib.ExitStack() as outer:
+        expected = _generate_expected(_serve(report, "g-plain", [], outer))
         for name, flags in OTHER_DRAFTS.items():
             with recorded(report, f"a server with {name} drafts"), contextlib.ExitStack() as inner:
-                tetris = serve(f"tetris-{name.replace(' ', '-')}", [*TETRIS_FLAGS, *flags], inner)
-                outputs = tetris.generate_all(prompts, concurrency=32, max_new_tokens=64)
+                tetris = _serve(report, f"g-{name.replace(' ', '-')}", [*TETRIS_FLAGS, *flags], inner)
+                outputs = tetris.generate_all(_prompts(), concurrency=32, max_new_tokens=64)
                 _check_greedy(report, name, expected, outputs, least_success=0.15)
+
+
+def _serve(report: Report, name: str, flags: Sequence[str], stack: contextlib.ExitStack) -> Client:
+    common = (
+        f"{SERVER_FLAGS} --mem-fraction-static 0.3 --max-total-tokens 65536 "
+        "--max-running-requests 64 --cuda-graph-bs-decode 1 2 4 8 16 32 64 --enable-metrics"
+    )
+    log_path = report.path.parent / f"{name}.log"
+    log(f"starting {name}: {log_path}")
+    server = stack.enter_context(
+        ServerProcess(
+            ["--model-path", str(PAIR / "target"), *common.split(), *flags], log_path, start_timeout_s=300
+        )
+    )
+    report.record(f"{name}_start_s", server.start_seconds)
+    return Client(server.url, log_path)
+
+
+def _prompts() -> list[str]:
+    return [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+
+
+def _generate_expected(plain: Client) -> list[dict]:
+    parameters = {"max_new_tokens": 64, "return_logprob": True, "top_logprobs_num": 2}
+    return plain.generate_all(_prompts(), concurrency=32, **parameters)
 
 
 def _check_greedy(
