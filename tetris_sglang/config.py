@@ -54,7 +54,8 @@ def _parse_selection(text: str) -> str:
     return text
 
 
-DRAFTS = ("auto", "standalone", "eagle", "eagle3", "mtp", "ngram")
+DRAFT_KINDS = ("standalone", "eagle", "eagle3", "mtp", "ngram")
+DRAFTS = ("auto", *DRAFT_KINDS)
 
 
 def _parse_draft(text: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.drafting.proposal import Proposal, order_nodes
+from tetris_sglang.selection.survival import as_probability
 
 
 class Grower(Protocol):
@@ -69,7 +70,7 @@ class TreeGrower:
     def __init__(self, tokens: Tensor, probs: Tensor) -> None:
         batch, self._branches = tokens.shape
         self.frontier_tokens = tokens
-        self._frontier_survival = _as_probability(probs)
+        self._frontier_survival = as_probability(probs)
         # Indices of the frontier in the concatenation of all levels.
         self._frontier = torch.arange(self._branches, device=tokens.device).expand(batch, -1)
         self._tokens, self._survival = [tokens], [self._frontier_survival]
@@ -78,7 +79,7 @@ class TreeGrower:
     def grow(self, tokens: Tensor, probs: Tensor) -> None:
         first = sum(level.shape[1] for level in self._tokens)
         # Rounding cannot lift a child above its parent: a product with at most 1 rounds to at most the other factor.
-        survival = (self._frontier_survival[:, :, None] * _as_probability(probs)).flatten(1)
+        survival = (self._frontier_survival[:, :, None] * as_probability(probs)).flatten(1)
         tokens = tokens.flatten(1)
         self._tokens.append(tokens)
         self._survival.append(survival)
@@ -98,8 +99,3 @@ class TreeGrower:
             depths.to(self.frontier_tokens.device),
             max_nodes,
         )
-
-
-def _as_probability(probs: Tensor) -> Tensor:
-    """A NaN says nothing about its token: it is never selected before any other."""
-    return probs.float().nan_to_num(nan=0.0).clamp(0.0, 1.0)

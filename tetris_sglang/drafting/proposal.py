@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tetris_sglang.selection import survival_from_probs
+
 
 class TreeShape(NamedTuple):
     """How the columns of a grid hang together."""
@@ -108,7 +110,7 @@ def merge_branches(tokens: Tensor, probs: Tensor, max_nodes: int) -> Proposal:
     batch, branches, depth = tokens.shape
     if branches == 1:
         return Proposal(tokens[:, 0, :max_nodes], probs[:, 0, :max_nodes])
-    survival = probs.nan_to_num(nan=0.0).clamp(0.0, 1.0).cumprod(dim=2).cummin(dim=2).values
+    survival = survival_from_probs(probs.flatten(0, 1)).view_as(probs)
     device = tokens.device
     index = torch.arange(depth * branches, device=device)
     parents = torch.where(index < branches, -1, index - branches).expand(batch, -1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tetris_sglang.config import DRAFT_KINDS
+
 VARIABLE = "SGLANG_TETRIS_DRAFT_KIND"
 """Where the answer stands for every process of the server."""
 
-STANDALONE, EAGLE, EAGLE3, MTP, NGRAM = DRAFT_KINDS = ("standalone", "eagle", "eagle3", "mtp", "ngram")
+STANDALONE, EAGLE, EAGLE3, MTP, NGRAM = DRAFT_KINDS
 HEADS = (EAGLE, EAGLE3, MTP)
 """Those that read the target's hidden states."""
 

@@ -27,11 +27,10 @@ class NgramDraft:
         topk: branches per request. num_draft_tokens: columns of the grid.
     """
 
-    reads_hidden_states = False
     target_hidden_mode = CaptureHiddenMode.NULL
 
-    def __init__(self, *, topk: int, num_steps: int, num_draft_tokens: int) -> None:
-        self._topk, self._num_steps, self._width = topk, num_steps, num_draft_tokens
+    def __init__(self, *, topk: int, num_draft_tokens: int) -> None:
+        self._topk, self._width = topk, num_draft_tokens
         self._history: Tensor | None = None
 
     def alloc_history(self, req_to_token_pool) -> None:

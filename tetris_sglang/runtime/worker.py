@@ -63,7 +63,6 @@ class TetrisWorker(BaseSpecWorker):
             self._draft_worker = None
             self._draft = NgramDraft(
                 topk=get_spec().speculative_eagle_topk,
-                num_steps=self.speculative_num_steps,
                 num_draft_tokens=self.speculative_num_draft_tokens,
             )
         else:

@@ -28,6 +28,10 @@ def survival_from_probs(draft_probs: Tensor) -> Tensor:
     """
     if draft_probs.ndim != 2:
         raise ValueError(f"draft_probs must be [batch, max_draft], got shape {tuple(draft_probs.shape)}")
-    probs = draft_probs.float().nan_to_num(nan=0.0).clamp(0.0, 1.0)
     # A device may multiply in any order, so rounding could lift a token above its parent: cummin forbids it.
-    return probs.cumprod(dim=1).cummin(dim=1).values
+    return as_probability(draft_probs).cumprod(dim=1).cummin(dim=1).values
+
+
+def as_probability(draft_probs: Tensor) -> Tensor:
+    """As float32 in [0, 1]: softmax rounding is clamped, and a NaN, which says nothing about its token, is 0."""
+    return draft_probs.float().nan_to_num(nan=0.0).clamp(0.0, 1.0)
