@@ -32,6 +32,10 @@ COMMON = [
     "--max-running-requests", "16", "--enable-cache-report",
 ]  # fmt: skip
 TETRIS = ["--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(NUM_STEPS)]
+# A tiny pool and short chunks force retraction, resumption and chunked prefill.
+CRAMPED = [
+    "--max-total-tokens", "2048", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1",
+]  # fmt: skip
 
 ARGUMENTS = {
     "plain": COMMON,
@@ -46,38 +50,42 @@ ARGUMENTS = {
         "--speculative-tetris-capacity-tokens", "10",
     ],
     # The draft is the target, so every verified draft must be accepted: a stale, shifted or missing draft KV entry shows
-    # as a rejection. A tiny pool and short chunks force retraction, resumption and chunked prefill.
+    # as a rejection.
     "perfect": [
-        *COMMON, *TETRIS, "--speculative-draft-model-path", str(TARGET),
-        "--speculative-tetris-capacity-per-request", "5", "--max-total-tokens", "2048", "--chunked-prefill-size", "64",
-        "--schedule-conservativeness", "0.1",
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
+        "--speculative-tetris-capacity-per-request", "5",
     ],
     # The same with trees of all their nodes: the target's own chain is in each, so every level must be accepted.
     "perfect_tree": [
-        *COMMON, *TETRIS, "--speculative-draft-model-path", str(TARGET), "--speculative-eagle-topk", "2",
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET), "--speculative-eagle-topk", "2",
         "--speculative-num-draft-tokens", "19", "--speculative-tetris-capacity-per-request", "18",
-        "--max-total-tokens", "2048", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1",
     ],
     "tree": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
     ],
-    "ngram": [*COMMON, *TETRIS, "--speculative-eagle-topk", "2", "--speculative-tetris-capacity-per-request", "3"],
+    "ngram": [*COMMON, *TETRIS, *CRAMPED, "--speculative-eagle-topk", "2", "--speculative-tetris-capacity-per-request", "3"],
     "eagle": [
-        *COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle"),
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle"),
         "--speculative-tetris-capacity-per-request", "2.5", "--speculative-token-map", TOKEN_MAP,
     ],
     "eagle3": [
-        *COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
         "--disable-overlap-schedule",
     ],
     "mtp": [
-        "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, "--speculative-tetris-capacity-per-request", "2.5",
+        "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, *CRAMPED, "--speculative-tetris-capacity-per-request", "2.5",
     ],
 }  # fmt: skip
 # Kept for the session, because other tests than those of one fixture use them.
 SHARED = ("plain", "overlap")
+ROOMY = ("overlap", "synchronous", "tree")
+"""Those without `CRAMPED`: the `perfect` ones stand for them."""
+# Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
+LEAST_SUCCESS = {
+    "overlap": 0.5, "synchronous": 0.5, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.25, "mtp": 0.4,
+}  # fmt: skip
 
 
 class Servers:

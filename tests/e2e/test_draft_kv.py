@@ -1,6 +1,6 @@
 """The draft's KV cache is right after prefix hits, chunked prefill, retraction and resumption.
 
-The draft is the target here, and all it drafts is verified: every chain must be accepted to its end, and so must the target's
+In the first tests the draft is the target, and all it drafts is verified: every chain must be accepted to its end, and so must the target's
 own chain within every tree. (Rarely a near-tie is decided differently by a pass of another shape.)
 
 A tree keeps the chains most likely as a whole, which need not include the greedy one. So the acceptance of trees is measured
@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.client import texts
-from tests.e2e.conftest import NUM_STEPS
+from tests.e2e.conftest import LEAST_SUCCESS, NUM_STEPS, ROOMY
 
 ALMOST_ALL = 0.98
 
@@ -77,6 +77,64 @@ def test_retraction_and_resumption_are_exact(plain, perfect, mixed_prompts):
     assert _count_retractions(perfect) > retractions_before, "the pool was large enough: nothing was tested"
     assert texts(actual) == texts(expected)
     assert _success_rate(before, perfect.tetris_state()) > 0.92
+
+
+# -- every kind of draft -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cramped(tetris, request):
+    """The servers with tiny pools and short chunks."""
+    if request.node.callspec.params["tetris"] in ROOMY:
+        pytest.skip("its pool is large; the same draft runs in a tiny one above")
+    return tetris
+
+
+def test_chunks_and_prefix_hits_keep_output_and_acceptance(plain, cramped, mixed_prompts):
+    """The same long prompts prefilled in chunks, and again with all but their last tokens from the cache.
+
+    One request at a time: then what is accepted depends on its own draft KV alone, and must be the same.
+    """
+    long_prompts = sorted(mixed_prompts, key=len)[-6:]
+    params = {"concurrency": 1, "max_new_tokens": 32, "ignore_eos": True}
+    expected = texts(plain.generate_all(long_prompts, **params))
+    accepted = []
+    cramped.flush_cache()
+    for is_cached in (False, True):
+        outputs = cramped.generate_all(long_prompts, **params)
+        assert texts(outputs) == expected
+        for output in outputs:
+            meta = output["meta_info"]
+            assert meta["prompt_tokens"] > 64
+            assert (meta["cached_tokens"] >= meta["prompt_tokens"] - 1) == is_cached
+        accepted.append([output["meta_info"]["spec_num_correct_drafts"] for output in outputs])
+    assert accepted[0] == accepted[1]
+    assert sum(accepted[0]) > 0
+
+
+def test_conversations_go_on_from_cached_outputs(plain, cramped, prompts):
+    """Each turn's prompt is the turn before with its output, which the cache holds with the draft's KV."""
+    base = max((p["text"] for p in prompts if p["kind"] == "prose"), key=len)
+    conversations = [base + suffix for suffix in (" The", " In", "\n\n", " It")]
+    for turn in range(4):
+        params = {"concurrency": 2, "max_new_tokens": 9 + turn, "ignore_eos": True}
+        outputs = cramped.generate_all(conversations, **params)
+        assert texts(outputs) == texts(plain.generate_all(conversations, **params))
+        if turn:
+            assert all(o["meta_info"]["cached_tokens"] > 20 for o in outputs)
+        conversations = [c + o["text"] for c, o in zip(conversations, outputs, strict=True)]
+
+
+def test_retraction_shows_nowhere(plain, cramped, mixed_prompts, request):
+    params = {"max_new_tokens": 220, "min_new_tokens": 220}
+    cramped.flush_cache()
+    before, retractions_before = cramped.tetris_state(), _count_retractions(cramped)
+    expected = plain.generate_all(mixed_prompts[:24], **params)
+    assert texts(cramped.generate_all(mixed_prompts[:24], **params)) == texts(expected)
+    after = cramped.tetris_state()
+    assert _count_retractions(cramped) > retractions_before, "the pool was large enough: nothing was tested"
+    accepted, selected = (after[f"{n}_tokens"] - before[f"{n}_tokens"] for n in ("accepted", "selected"))
+    assert accepted > LEAST_SUCCESS[request.node.callspec.params["tetris"]] * selected
 
 
 def _count_retractions(client) -> int:

@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from tests.e2e.client import make_request, texts
-from tests.e2e.conftest import NUM_STEPS
+from tests.e2e.conftest import LEAST_SUCCESS, NUM_STEPS
 
 
 def test_greedy_output_equals_no_speculation(plain, tetris, mixed_prompts):
@@ -24,12 +24,6 @@ def test_greedy_output_equals_no_speculation(plain, tetris, mixed_prompts):
     ]
     # Speculation really happened.
     assert sum(o["meta_info"].get("spec_num_correct_drafts", 0) for o in actual) > len(mixed_prompts)
-
-
-# Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
-LEAST_SUCCESS = {
-    "overlap": 0.5, "synchronous": 0.5, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.25, "mtp": 0.4,
-}  # fmt: skip
 
 
 def test_drafts_are_accepted(tetris, mixed_prompts, request):
