@@ -31,6 +31,15 @@ def _parse_positive_float(text: str) -> float:
     return value
 
 
+def _parse_capacity(text: str) -> float | None:
+    if text.lower() == "auto":
+        return None
+    try:
+        return _parse_positive_float(text)
+    except ValueError:
+        raise ValueError("must be auto or a finite number above 0") from None
+
+
 def _parse_positive_int(text: str) -> int:
     value = int(text)
     if value <= 0:
@@ -107,10 +116,11 @@ class Setting:
 SETTINGS: tuple[Setting, ...] = (
     Setting(
         "capacity_per_request",
-        _parse_positive_float,
-        "NUMBER",
+        _parse_capacity,
+        "NUMBER_OR_AUTO",
         "TETRIS: draft tokens verified per step, as an average over the running requests (the paper's k; the "
-        "capacity is C = k * batch size). Default: --speculative-num-steps minus 2, at least 1.",
+        "capacity is C = k * batch size), or auto: each step drafts as deep and verifies as many as pay most, or decodes "
+        "plainly where none do. Default: auto.",
     ),
     Setting(
         "capacity_tokens",
@@ -158,8 +168,8 @@ class TetrisConfig:
     """Validated TETRIS settings.
 
     num_steps: tokens drafted per request and step (D), from --speculative-num-steps.
-    capacity_per_request: C = capacity_per_request * batch size; None when capacity_tokens is given.
-    capacity_tokens: absolute C in draft tokens per step; None when capacity_per_request is given.
+    capacity_per_request: C = capacity_per_request * batch size, or None.
+    capacity_tokens: absolute C in draft tokens per step, or None. Neither: the capacity sets itself.
     """
 
     num_steps: int
@@ -195,14 +205,12 @@ class TetrisConfig:
             if text == "":
                 continue
             values[setting.field] = setting.parse_text(text, f"{setting.flag} (or {variable})")
-        if "capacity_per_request" in values and "capacity_tokens" in values:
+        if values.get("capacity_per_request") is not None and "capacity_tokens" in values:
             raise ValueError(
                 f"--speculative-tetris-capacity-per-request={values['capacity_per_request']} and "
                 f"--speculative-tetris-capacity-tokens={values['capacity_tokens']} are both given (as flags or as "
                 f"SGLANG_TETRIS_* variables): they are two forms of one capacity. Remove one of them."
             )
-        if "capacity_per_request" not in values and "capacity_tokens" not in values:
-            values["capacity_per_request"] = float(max(1, num_steps - 2))
         values.setdefault("capacity_per_request", None)
         values.setdefault("capacity_tokens", None)
         return cls(num_steps=num_steps, **values)

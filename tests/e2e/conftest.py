@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from tests.e2e.client import Client
+from tests.e2e.plugins import SWITCHING_PLANS, write_plugin
 from tetris_sglang.server_process import ServerProcess, start_all
 
 REPOSITORY = Path(__file__).parents[2]
@@ -60,6 +61,9 @@ ARGUMENTS = {
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET), "--speculative-eagle-topk", "2",
         "--speculative-num-draft-tokens", "19", "--speculative-tetris-capacity-per-request", "18",
     ],
+    # Plain steps in between, after which the draft's KV of what they emitted is caught up on.
+    "perfect_switching": [*COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET)],
+    "switching": [*COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT)],
     "tree": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
@@ -71,20 +75,22 @@ ARGUMENTS = {
     ],
     "eagle3": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
-        "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
-        "--disable-overlap-schedule",
+        "--speculative-num-draft-tokens", "13", "--disable-overlap-schedule",
     ],
     "mtp": [
-        "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, *CRAMPED, "--speculative-tetris-capacity-per-request", "2.5",
+        "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, *CRAMPED,
     ],
 }  # fmt: skip
+SWITCHING = ("perfect_switching", "switching", "eagle3", "mtp")
+"""Those with plugins.SWITCHING_PLANS."""
 # Kept for the session, because other tests than those of one fixture use them.
 SHARED = ("plain", "overlap")
-ROOMY = ("overlap", "synchronous", "tree")
+ROOMY = ("overlap", "synchronous", "switching", "tree")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
 LEAST_SUCCESS = {
-    "overlap": 0.5, "synchronous": 0.5, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.25, "mtp": 0.4,
+    "overlap": 0.5, "synchronous": 0.5, "switching": 0.4, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
+    "mtp": 0.35,
 }  # fmt: skip
 
 
@@ -111,13 +117,19 @@ class Servers:
     def _make(self, name: str) -> ServerProcess:
         made = {MTP_CHECKPOINT: lambda: self._mtp_checkpoint, TOKEN_MAP: lambda: self._token_map}
         arguments = [str(made[argument]()) if argument in made else argument for argument in ARGUMENTS[name]]
-        return ServerProcess(arguments, self._log_folder / f"{name}.log", start_timeout_s=400)
+        environment = {"SGLANG_TETRIS_CACHE": str(self._log_folder)}
+        if name in SWITCHING:
+            environment |= write_plugin(self._log_folder / "plugins", "switching_plans", SWITCHING_PLANS)
+        return ServerProcess(
+            arguments, self._log_folder / f"{name}.log", environment=environment, start_timeout_s=400
+        )
 
     @cached_property
     def _mtp_checkpoint(self) -> Path:
         """The target's own weights as another architecture, with a prediction layer in it."""
         folder = self._log_folder / "mtp_checkpoint"
-        make_mtp_checkpoint(TARGET, PAIR / "mtp", folder)
+        if not folder.exists():
+            make_mtp_checkpoint(TARGET, PAIR / "mtp", folder)
         return folder
 
     @cached_property
@@ -151,7 +163,9 @@ def plain(servers) -> Client:
     return servers.get("plain")[0]
 
 
-@pytest.fixture(scope="session", params=["overlap", "synchronous", "tree", "ngram", "eagle", "eagle3", "mtp"])
+@pytest.fixture(
+    scope="session", params=["overlap", "synchronous", "switching", "tree", "ngram", "eagle", "eagle3", "mtp"]
+)
 def tetris(servers, request):
     """The ordinary TETRIS server, with and without overlap scheduling, and one for every kind of draft."""
     yield servers.get(request.param)[0]
@@ -163,7 +177,7 @@ def overlap(servers) -> Client:
     return servers.get("overlap")[0]
 
 
-@pytest.fixture(scope="session", params=["perfect", "perfect_tree"])
+@pytest.fixture(scope="session", params=["perfect", "perfect_tree", "perfect_switching"])
 def perfect(servers, request):
     yield servers.get(request.param)[0]
     servers.stop_one(request.param)

@@ -23,12 +23,24 @@ def measured(request) -> dict:
     return {"temperature": 0.005} if request.node.callspec.params["perfect"] == "perfect_tree" else {}
 
 
-def _success_rate(before: dict, after: dict) -> float:
-    requests = after["num_requests"] - before["num_requests"]
-    return (after["accepted_tokens"] - before["accepted_tokens"]) / (NUM_STEPS * requests)
+@pytest.fixture
+def success_rate(request):
+    """Share of the drafts that could be accepted, between two readings."""
+    is_switching = request.node.callspec.params["perfect"] == "perfect_switching"
+
+    def measure(before: dict, after: dict) -> float:
+        change = {
+            key: after[key] - before[key] for key in ("num_requests", "selected_tokens", "accepted_tokens")
+        }
+        # Every step verifies whole chains, or trees that hold one, unless plans are drawn.
+        possible = change["selected_tokens"] if is_switching else NUM_STEPS * change["num_requests"]
+        assert possible > 0
+        return change["accepted_tokens"] / possible
+
+    return measure
 
 
-def test_every_draft_is_accepted_after_chunked_prefill(plain, perfect, measured, mixed_prompts):
+def test_every_draft_is_accepted_after_chunked_prefill(plain, perfect, measured, success_rate, mixed_prompts):
     """Chunks of 64 tokens: long prompts are prefilled in several passes."""
     long_prompts = sorted(mixed_prompts, key=len)[-8:]
     params = {"concurrency": 2, "max_new_tokens": 32, "ignore_eos": True}
@@ -39,10 +51,10 @@ def test_every_draft_is_accepted_after_chunked_prefill(plain, perfect, measured,
     perfect.flush_cache()
     before = perfect.tetris_state()
     perfect.generate_all(long_prompts, **params, **measured)
-    assert _success_rate(before, perfect.tetris_state()) > ALMOST_ALL
+    assert success_rate(before, perfect.tetris_state()) > ALMOST_ALL
 
 
-def test_every_draft_is_accepted_after_radix_hits(plain, perfect, measured, prompts):
+def test_every_draft_is_accepted_after_radix_hits(plain, perfect, measured, success_rate, prompts):
     """Prompts that share prefixes, and conversations that go on from their own output."""
     perfect.flush_cache()
     base = max((p["text"] for p in prompts if p["kind"] == "prose"), key=len)
@@ -58,12 +70,12 @@ def test_every_draft_is_accepted_after_radix_hits(plain, perfect, measured, prom
             family, concurrency=2, max_new_tokens=9 + turn, ignore_eos=True, **measured
         )
         assert all(o["meta_info"]["cached_tokens"] > 20 for o in outputs)
-    assert _success_rate(before, perfect.tetris_state()) > ALMOST_ALL
+    assert success_rate(before, perfect.tetris_state()) > ALMOST_ALL
     outputs = perfect.generate_all(family, concurrency=2, max_new_tokens=12, ignore_eos=True)
     assert texts(outputs) == texts(plain.generate_all(family, max_new_tokens=12, ignore_eos=True))
 
 
-def test_retraction_and_resumption_are_exact(plain, perfect, mixed_prompts):
+def test_retraction_and_resumption_are_exact(plain, perfect, success_rate, mixed_prompts):
     """More tokens than the pool holds: requests are retracted and resumed, and nothing shows.
 
     Not ignore_eos: SGLang then reserves the whole output beforehand and never has to retract.
@@ -76,7 +88,7 @@ def test_retraction_and_resumption_are_exact(plain, perfect, mixed_prompts):
     actual = perfect.generate_all(mixed_prompts[:24], **params)
     assert _count_retractions(perfect) > retractions_before, "the pool was large enough: nothing was tested"
     assert texts(actual) == texts(expected)
-    assert _success_rate(before, perfect.tetris_state()) > 0.92
+    assert success_rate(before, perfect.tetris_state()) > 0.92
 
 
 # -- every kind of draft -------------------------------------------------------------------------------------------
@@ -106,7 +118,8 @@ def test_chunks_and_prefix_hits_keep_output_and_acceptance(plain, cramped, mixed
         for output in outputs:
             meta = output["meta_info"]
             assert meta["prompt_tokens"] > 64
-            assert (meta["cached_tokens"] >= meta["prompt_tokens"] - 1) == is_cached
+            # Heads key the cache by pairs of tokens, and the last one is always computed.
+            assert (meta["cached_tokens"] >= meta["prompt_tokens"] - 2) == is_cached
         accepted.append([output["meta_info"]["spec_num_correct_drafts"] for output in outputs])
     assert accepted[0] == accepted[1]
     assert sum(accepted[0]) > 0

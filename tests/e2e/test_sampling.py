@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections import Counter
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.client import Client
 from tests.e2e.conftest import ARGUMENTS, TARGET
+from tests.e2e.plugins import BROKEN_ACCEPTANCE, write_plugin
 from tetris_sglang.server_process import ServerProcess
 
 NUM_TOKENS = 4
@@ -98,30 +98,7 @@ def test_sampled_output_has_the_targets_distribution(tetris, prompt_ids, exact):
 
 def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):
     """The same server, with every selected draft accepted by a third plugin, fails the same test."""
-    (tmp_path / "broken_acceptance.py").write_text(
-        textwrap.dedent(
-            """
-            import sys
-
-            def load():
-                if "sglang.srt.managers.scheduler" not in sys.modules:
-                    return
-                from tetris_sglang.acceptance import AcceptResult
-                from tetris_sglang.kernels import reference
-
-                def accept_everything(candidates, target_tokens, draft_lens):
-                    bonus = target_tokens.gather(1, draft_lens.long().unsqueeze(1)).squeeze(1)
-                    return AcceptResult(draft_lens, bonus)
-
-                reference.accept_chain = accept_everything
-            """
-        )
-    )
-    dist_info = tmp_path / "broken_acceptance-0.1.dist-info"
-    dist_info.mkdir()
-    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-acceptance\nVersion: 0.1\n")
-    (dist_info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbroken = broken_acceptance:load\n")
-    environment = {"PYTHONPATH": str(tmp_path)}
+    environment = write_plugin(tmp_path, "broken_acceptance", BROKEN_ACCEPTANCE)
     log_path = tmp_path / "broken.log"
     with ServerProcess(
         ARGUMENTS["overlap"], log_path, environment=environment, start_timeout_s=400

@@ -22,13 +22,13 @@ from tetris_sglang.capacity import FixedCapacity
     ],
 )
 def test_per_request_is_the_paper_k(per_request, batch_size, expected):
-    capacity_tokens = FixedCapacity(per_request=per_request).choose(batch_size)
+    capacity_tokens = FixedCapacity(per_request=per_request).count_tokens(batch_size)
     assert capacity_tokens == expected and type(capacity_tokens) is int
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 1000])
 def test_absolute_ignores_the_batch(batch_size):
-    assert FixedCapacity(absolute=24).choose(batch_size) == 24
+    assert FixedCapacity(absolute=24).count_tokens(batch_size) == 24
 
 
 @pytest.mark.parametrize("value", [0, -1, 0.0, -0.5, math.nan, math.inf, -math.inf, "two", "2", True, [2]])
@@ -54,7 +54,7 @@ def test_exactly_one_form():
 
 def test_an_empty_batch_has_no_capacity():
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        FixedCapacity(per_request=2).choose(0)
+        FixedCapacity(per_request=2).count_tokens(0)
 
 
 def test_it_is_frozen():

@@ -14,11 +14,12 @@ activate()  # as SGLang does, before its modules are imported
 from tetris_sglang.drafting import Proposal, TreeShape, ancestor_mask, make_grid
 from tetris_sglang.kernels.tree_mask import pack_tree_mask_reference
 from tetris_sglang.runtime import inventory
-from tetris_sglang.runtime.draft import Window, align_right, make_draft_input, most_likely, read_window
+from tetris_sglang.runtime.draft import most_likely
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.phases import PhaseTimer
 from tetris_sglang.runtime.verify import _link_nodes, commit_paths, make_verify_input
+from tetris_sglang.runtime.windows import Window, align_right, make_draft_input, read_window
 
 
 def pack(draft_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from tetris_sglang.capacity.policy import DraftLimits, StepPlan
+
 
 @dataclass(frozen=True, kw_only=True)
 class FixedCapacity:
@@ -15,7 +17,7 @@ class FixedCapacity:
         absolute: capacity_tokens itself, whatever the batch.
     Raises:
         ValueError: none or both given; per_request not finite and positive; absolute not a positive integer.
-    Example: FixedCapacity(per_request=2.5).choose(3) -> 7
+    Example: FixedCapacity(per_request=2.5).count_tokens(3) -> 7
     """
 
     per_request: float | None = None
@@ -32,7 +34,19 @@ class FixedCapacity:
         if tokens is not None and not (_is_number(tokens, Integral) and tokens > 0):
             raise ValueError(f"absolute must be an integer of at least 1, got {tokens!r}")
 
-    def choose(self, batch_size: int) -> int:
+    def choose(self, batch_size: int, limits: DraftLimits, mean_context_tokens: float = 0.0) -> StepPlan:
+        """No request can be given more tokens than the whole capacity, so a small one needs no deep drafts."""
+        capacity_tokens = self.count_tokens(batch_size)
+        depth = next((d for d in limits.depths if d >= capacity_tokens), limits.num_steps)
+        num_nodes = batch_size * limits.count_nodes(depth)
+        capacity_tokens = min(capacity_tokens, num_nodes)
+        tier = limits.fit_rows(batch_size, batch_size + capacity_tokens)
+        if tier is not None:
+            # The rows up to the tier are paid for anyway.
+            capacity_tokens = min(tier - batch_size, num_nodes)
+        return StepPlan(depth, capacity_tokens)
+
+    def count_tokens(self, batch_size: int) -> int:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if self.absolute is not None:

@@ -1,15 +1,50 @@
 """The question every capacity policy answers."""
 
-from typing import Protocol
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class StepPlan(NamedTuple):
+    """What a step does; decided on the host before it drafts."""
+
+    depth: int
+    """Passes of the draft, at most num_steps; 0: no drafting, a plain decoding step."""
+    capacity_tokens: int
+    """Draft tokens verified over the whole batch, roots excluded; 0 iff depth is 0."""
+
+
+def _as_asked(batch_size: int, rows: int) -> int | None:
+    return None
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """What a server can draft and verify.
+
+    depths: to which it can draft, ascending; captured passes go to the full depth only.
+    count_nodes: depth -> tokens drafted per request.
+    fit_rows: (batch_size, rows) -> rows that a target's pass for them has (those of its graph); None: as many as asked for.
+    """
+
+    depths: Sequence[int]
+    count_nodes: Callable[[int], int]
+    fit_rows: Callable[[int, int], int | None] = _as_asked
+
+    @property
+    def num_steps(self) -> int:
+        return self.depths[-1]
 
 
 class CapacityPolicy(Protocol):
-    """Decides a step's capacity on the host before the step's draft runs.
+    """Decides a step's depth and capacity on the host before the step's draft runs.
 
     Only what earlier steps have shown may enter. A capacity that depended on this step's draft would need a
     device sync, and with sampled drafts it would change the output distribution.
     """
 
-    def choose(self, batch_size: int) -> int:
-        """Return capacity_tokens >= 1, the draft tokens to verify over the whole batch; roots excluded."""
+    def choose(self, batch_size: int, limits: DraftLimits, mean_context_tokens: float = 0.0) -> StepPlan:
+        """Plan a step of `batch_size` running requests; `limits` are the same for all steps of a server."""
         ...

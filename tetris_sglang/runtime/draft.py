@@ -22,24 +22,28 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput
-from sglang.srt.speculative.eagle_utils import _eagle_prefill_tail_tokens
+from sglang.srt.speculative.eagle_utils import (
+    _eagle_prefill_tail_tokens,
+    get_draft_input_from_target_hidden_dim,
+)
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
 from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower, count_nodes
 from tetris_sglang.kernels.reference import AcceptedTokens
+from tetris_sglang.runtime.catch_up import MissedTokens
+from tetris_sglang.runtime.windows import (
+    Window,
+    advance_window,
+    align_right,
+    make_draft_input,
+    make_window_input,
+    read_window,
+)
 
-
-class Window(NamedTuple):
-    """The tokens of a step's first pass, aligned to the right: the last `counts` of a row are real."""
-
-    tokens: Tensor
-    """[batch, width] int64, the bonus token last."""
-    counts: Tensor | None = None
-    """[batch] integers, 1..width; None: all are real."""
-    hidden_states: Tensor | None = None
-    """[batch, width, hidden_size] the target's state that goes with each token; None: the draft reads none."""
+_CATCH_UP_ROWS = 4096
+"""Rows of one pass that catches up."""
 
 
 class Places(NamedTuple):
@@ -55,72 +59,6 @@ class Places(NamedTuple):
     """[batch, branches, depth - 1] int64."""
 
 
-def make_draft_input(window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
-    """What one step hands to the next one, in the fields that SGLang's relay carries between iterations.
-
-    Args:
-        bonus_tokens: [batch] the last tokens of the windows; SGLang reads them.
-    """
-    batch = window.tokens.shape[0]
-    counts = (
-        window.tokens.new_full((batch,), window.tokens.shape[1]) if window.counts is None else window.counts
-    )
-    hidden_states = window.hidden_states
-    return EagleDraftInput(
-        topk_p=counts.to(torch.float32).unsqueeze(1),
-        topk_index=window.tokens,
-        hidden_states=None if hidden_states is None else hidden_states.flatten(1),
-        bonus_tokens=bonus_tokens,
-        num_tokens_per_req=1,
-        num_tokens_for_logprob_per_req=1,
-        capture_hidden_mode=CaptureHiddenMode.NULL if hidden_states is None else CaptureHiddenMode.LAST,
-    )
-
-
-def read_window(draft_input: EagleDraftInput) -> Window:
-    """The inverse of `make_draft_input`."""
-    tokens, hidden_states = draft_input.topk_index, draft_input.hidden_states
-    return Window(
-        tokens,
-        draft_input.topk_p[:, 0].to(torch.int64),
-        None if hidden_states is None else hidden_states.unflatten(1, (tokens.shape[1], -1)),
-    )
-
-
-def align_right(values: Tensor, counts: Tensor) -> Tensor:
-    """Shift each row so that its first `counts` entries stand last; what comes before them is arbitrary.
-
-    Args:
-        values: [batch, width, ...]. counts: [batch] integers, 1..width.
-    Example: [[1, 2, 0, 0]], [2] -> [[.., .., 1, 2]]
-    """
-    width = values.shape[1]
-    index = torch.arange(width, device=values.device) - (width - counts[:, None])
-    rows = torch.arange(values.shape[0], device=values.device)[:, None]
-    return values[rows, index.clamp_(min=0)]
-
-
-def make_window_input(window: Window, positions: Tensor) -> EagleDraftExtendInput:
-    """The spec input of the window's pass; logits and hidden states are wanted after the bonus token only.
-
-    Args:
-        positions: [batch * width], request after request.
-    """
-    batch, width = window.tokens.shape
-    counts = torch.full((batch,), width, dtype=torch.int32, device=positions.device)
-    hidden_states = window.hidden_states
-    return EagleDraftExtendInput(
-        hidden_states=None if hidden_states is None else hidden_states.flatten(0, 1),
-        num_tokens_per_req=width,
-        num_tokens_for_logprob_per_req=1,
-        positions=positions,
-        num_correct_drafts=counts,
-        num_accept_tokens=counts,
-        select_index=torch.arange(width - 1, batch * width, width, device=positions.device),
-        capture_hidden_mode=CaptureHiddenMode.NULL if hidden_states is None else CaptureHiddenMode.LAST,
-    )
-
-
 class ModelDraft:
     """Mixin over SGLang's draft workers, which own the model, its KV pool (slots shared with the target) and its backends.
 
@@ -130,6 +68,8 @@ class ModelDraft:
     """
 
     shift = 0
+    target_state_size: int | None = None
+    """Values of the target's state that the draft reads with a token; None: none."""
     captured = None
     """The captured passes (runtime/cuda/draft_graph.py), on CUDA."""
 
@@ -158,6 +98,18 @@ class ModelDraft:
     def count_nodes(self, depth: int) -> int:
         """Tokens that a request drafts to `depth`."""
         return min(self.speculative_num_draft_tokens - 1, count_nodes(depth, self.topk))
+
+    def alloc_missed(self, req_to_token_pool) -> None:
+        """Where tokens wait that steps without drafting emit; when the pools are there."""
+        table = req_to_token_pool.req_to_token
+        if self.reads_hidden_states:
+            self.target_state_size = get_draft_input_from_target_hidden_dim(self.draft_runner)
+        self._missed = MissedTokens(
+            table.shape[0],
+            hidden_size=self.target_state_size,
+            dtype=self.draft_runner.model_config.dtype,
+            device=table.device,
+        )
 
     # -- between the steps -----------------------------------------------------------------------------------------
 
@@ -190,6 +142,7 @@ class ModelDraft:
         )
         forward_batch.return_logprob = False
         self.draft_runner.forward(forward_batch)
+        self._missed.forget_rows(batch.req_pool_indices)
 
         # One token's KV is still missing, or (the shifted one) was just written and is written again.
         known = torch.stack((input_ids[last_rows].to(torch.int64), next_token_ids.to(torch.int64)), dim=1)
@@ -221,6 +174,27 @@ class ModelDraft:
             states = hidden_states[rows.clamp_(max=hidden_states.shape[0] - 1)]
         return self._hand_over(tokens, counts, states, accepted.bonus_tokens)
 
+    def after_plain(
+        self, batch, draft_input: EagleDraftInput, accepted: AcceptedTokens, hidden_states: Tensor | None
+    ) -> EagleDraftInput:
+        """Hand on what a step without drafting leaves undone.
+
+        Args:
+            batch: the decode ScheduleBatch, its lengths still those of before.
+            draft_input: the step's own.
+            hidden_states: [batch or more, hidden_size] the target's, if the draft reads them.
+        """
+        bonus_tokens = accepted.bonus_tokens
+        if self._missed.is_full:
+            self._catch_up(batch)
+        window = read_window(draft_input)
+        if self.keeps_chains:
+            window = window._replace(counts=None)
+        self._missed.push(batch.req_pool_indices, window)
+        if hidden_states is not None:
+            hidden_states = hidden_states[: len(bonus_tokens)]
+        return make_draft_input(advance_window(window, bonus_tokens, hidden_states), bonus_tokens)
+
     def _hand_over(
         self, tokens: Tensor, counts: Tensor | None, hidden_states: Tensor | None, bonus_tokens: Tensor
     ) -> EagleDraftInput:
@@ -244,6 +218,8 @@ class ModelDraft:
             depth: 1..num_steps.
         """
         window = read_window(batch.spec_info)
+        if self._missed.num_steps:
+            self._catch_up(batch)
         temperatures = batch.sampling_info.temperatures
         if self.captured is not None and self.captured.can_run(len(batch.reqs)):
             return self.captured.replay(
@@ -252,7 +228,7 @@ class ModelDraft:
         if self.keeps_chains:
             window = window._replace(counts=None)
         places = self.locate(window.counts, batch.seq_lens, batch.req_pool_indices, depth)
-        first = self._plan_window(batch, window, places)
+        first = self._plan_window(batch, window, places.window_positions, places.window_slots)
         rest = self._plan_branches(batch, places) if depth > 1 else None
         return self.run(first, rest, window, places, temperatures, depth, self._forward)
 
@@ -338,16 +314,47 @@ class ModelDraft:
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
             return self.draft_runner.forward(forward_batch).logits_output
 
-    def _plan_window(self, batch, window: Window, places: Places) -> ForwardBatch:
+    def _catch_up(self, batch) -> None:
+        """Write the draft's KV of the tokens before the window that steps without drafting emitted."""
+        missed = self._missed.take(batch.req_pool_indices)
+        batch_size, num_missed = missed.tokens.shape
+        table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices[:, None]
+        end = batch.seq_lens + 1 - self.shift - self.window_width
+        width = max(1, _CATCH_UP_ROWS // batch_size)
+        for start in range(0, num_missed, width):
+            stop = min(start + width, num_missed)
+            before_end = torch.arange(num_missed - start, num_missed - stop, -1, device=end.device)
+            positions = (end[:, None] - before_end).clamp_(min=0)
+            slots = table[rows, positions].to(torch.int64)
+            slots = torch.where(before_end <= missed.counts[:, None], slots, 0)
+            part = Window(
+                missed.tokens[:, start:stop],
+                hidden_states=None if missed.hidden_states is None else missed.hidden_states[:, start:stop],
+            )
+            behind = self.window_width + num_missed - stop
+            forward_batch = self._plan_window(batch, part, positions, slots, behind)
+            forward_batch.input_ids = part.tokens.reshape(-1)
+            forward_batch.positions = positions.reshape(-1)
+            forward_batch.out_cache_loc = slots.reshape(-1)
+            self._forward(forward_batch, self.draft_runner.attn_backend)
+
+    def _plan_window(
+        self, batch, window: Window, positions: Tensor, slots: Tensor, behind: int = 0
+    ) -> ForwardBatch:
+        """Plan a pass over `window` at `positions` [batch, width], which writes to `slots` [batch, width].
+
+        Args:
+            behind: tokens between the window's end and that of a step's own window.
+        """
         batch_size, width = window.tokens.shape
         batch.input_ids = window.tokens.reshape(-1)
-        batch.out_cache_loc = places.window_slots.reshape(-1)
+        batch.out_cache_loc = slots.reshape(-1)
         batch.forward_mode = ForwardMode.DRAFT_EXTEND_V2
         batch.extend_num_tokens = width * batch_size
         # SGLang takes extend lengths as two tensors or as two host lists; tensors need no host copy.
         batch.extend_lens = torch.full((batch_size,), width, dtype=torch.int32, device=window.tokens.device)
-        batch.prefix_lens = places.window_positions[:, 0].to(torch.int32)
-        batch.spec_info = make_window_input(window, places.window_positions.reshape(-1))
+        batch.prefix_lens = positions[:, 0].to(torch.int32)
+        batch.spec_info = make_window_input(window, positions.reshape(-1))
         forward_batch = ForwardBatch.init_new(
             batch,
             self.draft_runner,
@@ -356,7 +363,7 @@ class ModelDraft:
         )
         forward_batch.return_logprob = False
         forward_batch.extend_seq_lens_cpu = [width] * batch_size
-        self._advance_lengths(forward_batch)
+        self._advance_lengths(forward_batch, behind)
         if forward_batch.seq_lens_cpu is not None:
             # Below zero where a request is shorter than its window: the first rows are not real and see nothing.
             forward_batch.extend_prefix_lens_cpu = (forward_batch.seq_lens_cpu - width).tolist()
@@ -389,13 +396,15 @@ class ModelDraft:
         forward_batch.mark_forward_metadata_ready()
         return forward_batch
 
-    def _advance_lengths(self, forward_batch: ForwardBatch) -> None:
+    def _advance_lengths(self, forward_batch: ForwardBatch, behind: int = 0) -> None:
         """Count what the window writes."""
-        if self.shift:
+        change = 1 - self.shift - behind
+        if change == 0:
             return
-        forward_batch.seq_lens = forward_batch.seq_lens + 1
+        # Behind the window a request may not reach back so far: none of its rows is real then.
+        forward_batch.seq_lens = (forward_batch.seq_lens + change).clamp_(min=1)
         if forward_batch.seq_lens_cpu is not None:
-            forward_batch.seq_lens_cpu = forward_batch.seq_lens_cpu + 1
+            forward_batch.seq_lens_cpu = (forward_batch.seq_lens_cpu + change).clamp_(min=1)
             forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())
 
     def _capture_cuda_graphs(self) -> None:

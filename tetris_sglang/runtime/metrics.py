@@ -64,7 +64,7 @@ def add_internal_state(_result, controller, state: dict) -> None:
     """AFTER hook of SGLang's internal-state readback: adds a `tetris` section to /server_info."""
     worker = controller.scheduler.draft_worker
     if hasattr(worker, "phases") and hasattr(worker, "metrics"):
-        state["tetris"] = worker.metrics.summarise() | worker.phases.summarise()
+        state["tetris"] = worker.metrics.summarise() | worker.planner.summarise() | worker.phases.summarise()
 
 
 def add_request_meta_info(_result, manager, meta_info: dict, recv_obj, i: int) -> None:
@@ -79,6 +79,6 @@ def add_request_meta_info(_result, manager, meta_info: dict, recv_obj, i: int) -
     selected = recv_obj.spec_num_cap_tokens[i] - meta_info["spec_verify_ct"]
     accepted = meta_info["spec_num_correct_drafts"]
     meta_info["spec_num_proposed_drafts"] = drafted
-    meta_info["spec_accept_rate"] = accepted / drafted
+    meta_info["spec_accept_rate"] = accepted / drafted if drafted else 0.0
     meta_info["spec_num_selected_drafts"] = selected
     meta_info["spec_verify_success_rate"] = accepted / selected if selected else None

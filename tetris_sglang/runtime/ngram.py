@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tetris_sglang.drafting import Proposal, merge_branches, propose_by_lookup
 from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.runtime.draft import Window, make_draft_input
+from tetris_sglang.runtime.windows import Window, make_draft_input
 
 WINDOW = 2048
 """Tokens of a text, the newest, that are searched: what a step pays for however short the texts are."""
@@ -88,6 +88,12 @@ class NgramDraft:
             accepted.target_tokens.to(torch.int32)
         )
         return self._hand_over(accepted.bonus_tokens)
+
+    def after_plain(
+        self, batch, draft_input: EagleDraftInput, accepted: AcceptedTokens, hidden_states: None
+    ) -> EagleDraftInput:
+        """See `ModelDraft.after_plain`: nothing is left undone here."""
+        return self.after_verify(batch, accepted, hidden_states, None)
 
     @staticmethod
     def _hand_over(bonus_tokens: Tensor) -> EagleDraftInput:

@@ -31,6 +31,9 @@ class Operations(NamedTuple):
 
     def select_drafts(self, proposal: Proposal, capacity_tokens: int) -> Tensor:
         """draft_lens [batch] int32, sum = capacity_tokens."""
+        batch_size, num_nodes = proposal.tokens.shape
+        if num_nodes == 0:
+            return torch.zeros(batch_size, dtype=torch.int32, device=proposal.tokens.device)
         select = self.select if proposal.shape is None else self.select_nodes
         return select(proposal.scores.contiguous(), capacity_tokens)
 

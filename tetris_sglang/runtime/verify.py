@@ -128,19 +128,30 @@ def graph_tier(target_worker, batch_size: int, num_tokens: int) -> int | None:
     return tier if batch_size <= runner._ragged_capture_slots(tier) else None
 
 
-def forward_target(batch, target_worker, packed: PackedTokens, grid: Grid, hidden_mode: CaptureHiddenMode):
+def forward_target(
+    batch,
+    target_worker,
+    packed: PackedTokens,
+    grid: Grid,
+    hidden_mode: CaptureHiddenMode,
+    most_drafts: int | None = None,
+):
     """Run the target over the packed tokens; returns its forward batch and result.
 
     Args:
         batch: the decode ScheduleBatch inside SGLang's forward isolation; seq_lens = tokens with target KV.
         packed: as many rows as there are tokens, or as the pass's graph has.
         hidden_mode: the target's states that the draft wants.
+        most_drafts: that any request verifies, where the host knows fewer than the grid has room for.
     """
+    width = grid.tokens.shape[1]
+    if most_drafts is not None and grid.shape is None:
+        width = most_drafts + 1
     batch.input_ids = packed.input_ids
     batch.out_cache_loc = packed.slots
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     batch.spec_info = make_verify_input(
-        width=grid.tokens.shape[1],
+        width=width,
         input_ids=packed.input_ids,
         positions=packed.positions,
         hidden_mode=hidden_mode,

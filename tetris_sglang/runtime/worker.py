@@ -16,16 +16,26 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
-from tetris_sglang.capacity import FixedCapacity
+from tetris_sglang.capacity import (
+    AcceptCurves,
+    AutoCapacity,
+    CapacityPolicy,
+    DraftLimits,
+    FixedCapacity,
+    StepTimeModel,
+    capacity_shares,
+)
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import make_grid
+from tetris_sglang.drafting import Proposal, make_grid
 from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
 from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.ngram import NgramDraft
 from tetris_sglang.runtime.operations import get_operations, warm_up
+from tetris_sglang.runtime.pass_timing import load_or_time_passes
 from tetris_sglang.runtime.phases import PhaseTimer
+from tetris_sglang.runtime.planning import StepPlanner
 from tetris_sglang.runtime.verify import (
     commit_paths,
     compute_logprobs,
@@ -50,9 +60,6 @@ class TetrisWorker(BaseSpecWorker):
         self.speculative_num_steps = get_spec().speculative_num_steps
         self.speculative_num_draft_tokens = get_spec().speculative_num_draft_tokens
         self.config = TetrisConfig.from_environment(self.speculative_num_steps)
-        self.capacity = FixedCapacity(
-            per_request=self.config.capacity_per_request, absolute=self.config.capacity_tokens
-        )
         self._operations = get_operations(self.device, self.config.selection)
         self.phases = PhaseTimer(enabled=self.config.phase_times, on_cuda=self.device == "cuda")
         self.metrics = StepMetrics()
@@ -95,14 +102,18 @@ class TetrisWorker(BaseSpecWorker):
 
     def alloc_memory_pool(self, **pools) -> None:
         super().alloc_memory_pool(**pools)
+        pool = self._target_worker.model_runner.req_to_token_pool
         if self._draft_worker is None:
-            self._draft.alloc_history(self._target_worker.model_runner.req_to_token_pool)
+            self._draft.alloc_history(pool)
+        else:
+            self._draft.alloc_missed(pool)
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
         if self.device == "cuda":
             pool = self._target_worker.model_runner.req_to_token_pool
             warm_up(self._operations, pool.size, self.speculative_num_steps, pool.req_to_token)
+        self.planner = self._make_planner()
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
         """Run one scheduler iteration: a prefill, or one draft-select-verify step."""
@@ -118,6 +129,7 @@ class TetrisWorker(BaseSpecWorker):
     def _prefill(self, batch, on_publish) -> GenerationBatchResult:
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
         input_ids = batch.input_ids
+        self.planner.after_prefill()
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=self._draft.target_hidden_mode, return_kv_loc_plan=True
         )
@@ -136,13 +148,19 @@ class TetrisWorker(BaseSpecWorker):
         self.phases.begin_step()
         seq_lens, batch_size = batch.seq_lens, len(batch.reqs)
         req_to_token = batch.req_to_token_pool.req_to_token
-        roots = batch.spec_info.bonus_tokens
+        draft_input = batch.spec_info
+        roots = draft_input.bonus_tokens
 
-        capacity_tokens, depth, tier = self._plan_step(batch_size)
+        depth, capacity_tokens = self.planner.plan(batch)
         num_tokens = batch_size + capacity_tokens
+        tier = self._fit_rows(batch_size, num_tokens)
 
         with self.phases("draft"), self._draft_context():
-            proposal = self._draft.propose(batch, depth)
+            if depth:
+                proposal = self._draft.propose(batch, depth)
+                self.planner.after_draft(proposal, depth)
+            else:
+                proposal = Proposal(roots.new_empty((batch_size, 0)), seq_lens.new_empty((batch_size, 0)))
 
         with self.phases("select"):
             draft_lens = self._operations.select_drafts(proposal, capacity_tokens)
@@ -158,7 +176,12 @@ class TetrisWorker(BaseSpecWorker):
 
         with self.phases("verify"):
             forward_batch, target_result = forward_target(
-                batch, self._target_worker, packed, grid, self._draft.target_hidden_mode
+                batch,
+                self._target_worker,
+                packed,
+                grid,
+                self._draft.target_hidden_mode,
+                most_drafts=min(proposal.tokens.shape[1], capacity_tokens) if tier is None else None,
             )
             logits_output = target_result.logits_output
 
@@ -180,7 +203,11 @@ class TetrisWorker(BaseSpecWorker):
                 compute_logprobs(batch, logits_output, logprob_logits, accepted, packed)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
-            next_draft_input = self._draft.after_verify(batch, accepted, hidden_states, packed.qo_indptr)
+            if depth:
+                next_draft_input = self._draft.after_verify(batch, accepted, hidden_states, packed.qo_indptr)
+            else:
+                with self._draft_context():
+                    next_draft_input = self._draft.after_plain(batch, draft_input, accepted, hidden_states)
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
         num_drafted = proposal.tokens.shape[1]
@@ -212,19 +239,37 @@ class TetrisWorker(BaseSpecWorker):
             return contextlib.nullcontext()
         return draft_tp_context(self._draft_worker.parallel_layout)
 
-    def _plan_step(self, batch_size: int) -> tuple[int, int, int | None]:
-        """This step's capacity in draft tokens, the depth to draft to, and the rows of the captured target pass, if any."""
-        capacity_tokens, num_steps = self.capacity.choose(batch_size), self.speculative_num_steps
-        # No request can be given more tokens than the whole capacity, so a small one needs no deep drafts. Captured
-        # passes always go to the full depth.
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def _make_planner(self) -> StepPlanner:
+        num_steps = self.speculative_num_steps
+        # Captured passes of the draft always go to the full depth.
         captured = getattr(self._draft_worker, "captured", None) is not None
-        depth = num_steps if captured else min(num_steps, capacity_tokens)
-        num_nodes = batch_size * self._draft.count_nodes(depth)
-        capacity_tokens = min(capacity_tokens, num_nodes)
-        tier = None
-        if self.device == "cuda":
-            tier = graph_tier(self._target_worker, batch_size, batch_size + capacity_tokens)
-        if tier is not None:
-            # The rows up to the tier are paid for anyway.
-            capacity_tokens = min(tier - batch_size, num_nodes)
-        return capacity_tokens, depth, tier
+        limits = DraftLimits(
+            depths=[num_steps] if captured else range(1, num_steps + 1),
+            count_nodes=self._draft.count_nodes,
+            fit_rows=self._fit_rows,
+        )
+        return StepPlanner(self._make_policy(), limits, self.device)
+
+    def _make_policy(self) -> CapacityPolicy:
+        config = self.config
+        if config.capacity_per_request is not None or config.capacity_tokens is not None:
+            return FixedCapacity(per_request=config.capacity_per_request, absolute=config.capacity_tokens)
+        max_batch_size = self._target_worker.model_runner.req_to_token_pool.size
+        max_rows = max_batch_size * self.speculative_num_draft_tokens
+        seed = load_or_time_passes(
+            self._target_worker,
+            self._draft_worker,
+            num_draft_tokens=self.speculative_num_draft_tokens,
+            max_rows=max_rows,
+        )
+        num_nodes = self._draft.count_nodes(self.speculative_num_steps)
+        return AutoCapacity(
+            StepTimeModel(seed, max_rows=max_rows, max_batch_size=max_batch_size),
+            AcceptCurves(self.speculative_num_steps, capacity_shares(num_nodes)),
+        )
+
+    def _fit_rows(self, batch_size: int, rows: int) -> int | None:
+        """The rows of the target's graph that takes `rows`; None where the pass has as many as there are."""
+        return graph_tier(self._target_worker, batch_size, rows) if self.device == "cuda" else None

@@ -20,7 +20,7 @@ from sglang.srt.utils import get_available_gpu_memory
 from torch import Tensor
 
 from tetris_sglang.drafting import Proposal, TreeShape
-from tetris_sglang.runtime.draft import Window, make_window_input
+from tetris_sglang.runtime.windows import Window, make_window_input
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,63 @@
+"""Third plugins that bend a server for a test."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+
+def write_plugin(folder: Path, name: str, body: str) -> dict[str, str]:
+    """A module that SGLang finds by its entry point and whose `body` runs in the scheduler's process.
+
+    Returns:
+        Environment variables for the server.
+    """
+    indented = textwrap.indent(textwrap.dedent(body), " " * 4)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text(
+        "import sys\n\n\ndef load():\n"
+        '    if "sglang.srt.managers.scheduler" not in sys.modules:\n        return\n'
+        f"{indented}"
+    )
+    dist_info = folder / f"{name}-0.1.dist-info"
+    dist_info.mkdir(exist_ok=True)
+    (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    (dist_info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:load\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+BROKEN_ACCEPTANCE = """
+    from tetris_sglang.acceptance import AcceptResult
+    from tetris_sglang.kernels import reference
+
+    def accept_everything(candidates, target_tokens, draft_lens):
+        bonus = target_tokens.gather(1, draft_lens.long().unsqueeze(1)).squeeze(1)
+        return AcceptResult(draft_lens, bonus)
+
+    reference.accept_chain = accept_everything
+"""
+"""Every selected draft is accepted."""
+
+SWITCHING_PLANS = """
+    import random
+    from tetris_sglang.capacity import AutoCapacity, StepPlan
+    from tetris_sglang.runtime import catch_up
+
+    # Small, so that tokens also have to be caught up on while nothing is drafted.
+    catch_up.MOST_STEPS = 24
+    draw = random.Random(3)
+    kind = {"is_plain": True, "steps_left": 0}
+
+    def choose(self, batch_size, limits, mean_context_tokens=0.0):
+        if kind["steps_left"] == 0:
+            kind["is_plain"] = not kind["is_plain"]
+            kind["steps_left"] = draw.choice((1, 2, 3, 7, 30) if kind["is_plain"] else (1, 1, 2, 5))
+        kind["steps_left"] -= 1
+        if kind["is_plain"]:
+            return StepPlan(0, 0)
+        depth = draw.choice(list(limits.depths))
+        return StepPlan(depth, draw.randint(1, batch_size * limits.count_nodes(depth)))
+
+    AutoCapacity.choose = choose
+"""
+"""Random plans: plain steps and speculative ones of any depth and capacity follow each other."""

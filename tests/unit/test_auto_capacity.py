@@ -1,0 +1,211 @@
+"""The automatic capacity against every fixed setting, on a simulated server whose true times and acceptances are known."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tetris_sglang.capacity import (
+    AcceptCurves,
+    AutoCapacity,
+    DraftLimits,
+    PassTimes,
+    StepPlan,
+    StepShape,
+    StepTimeModel,
+    capacity_shares,
+    measure_curves,
+)
+from tetris_sglang.selection import select_prefixes
+
+NUM_STEPS = 6
+LIMITS = DraftLimits(range(1, NUM_STEPS + 1), lambda depth: depth)
+# A target whose pass is bound by memory up to some 32 rows, and a draft of a tenth of its cost.
+SEED = PassTimes(
+    target_s={
+        rows: 0.020 + 0.0005 * max(0, rows - 32) + 0.0001 * rows
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    },
+    window_s={batch: 0.0022 for batch in (1, 4, 16, 64)},
+    branch_s={batch: 0.0020 for batch in (1, 4, 16, 64)},
+)
+
+
+class Server:
+    """Steps with true times unlike the seeds, and drafts with the given mean probability per token."""
+
+    def __init__(self, draft_quality: float, slowness: float = 1.25, noise: float = 0.05) -> None:
+        self._quality, self._slowness, self._noise = draft_quality, slowness, noise
+        self._random = np.random.default_rng(0)
+
+    def seconds(self, batch_size: int, plan: StepPlan) -> float:
+        rows = batch_size + plan.capacity_tokens
+        target = 0.020 + 0.0007 * max(0, rows - 24) + 0.0001 * rows
+        draft = (plan.depth > 0) * 0.003 + max(0, plan.depth - 1) * 0.0026
+        return self._slowness * (target + draft) + 0.0015
+
+    def survival(self, batch_size: int, depth: int) -> torch.Tensor:
+        spread = 2.0
+        probs = self._random.beta(spread * self._quality, spread * (1 - self._quality), (batch_size, depth))
+        return torch.from_numpy(probs.cumprod(axis=1)).float()
+
+    def run(self, policy, batch_sizes) -> tuple[float, list[StepPlan]]:
+        """Tokens per second over steps of the given batch sizes, and the plans."""
+        tokens, total_s, plans = 0.0, 0.0, []
+        for batch_size in batch_sizes:
+            plan = policy.choose(batch_size, LIMITS)
+            plans.append(plan)
+            seconds, accepted = self.seconds(batch_size, plan), 0.0
+            if plan.depth:
+                survival = self.survival(batch_size, plan.depth)
+                lens = select_prefixes(survival, plan.capacity_tokens)
+                selected = torch.arange(plan.depth) < lens[:, None]
+                accepted = float((survival * selected).sum())
+                if isinstance(policy, AutoCapacity):
+                    curves = measure_curves(
+                        survival,
+                        torch.arange(1, plan.depth + 1),
+                        plan.depth,
+                        torch.tensor(policy.curves.shares, dtype=torch.float32),
+                    )
+                    policy.curves.observe(curves.numpy(), batch_size)
+            tokens, total_s = tokens + batch_size + accepted, total_s + seconds
+            if isinstance(policy, AutoCapacity):
+                shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
+                policy.step_times.observe(shape, seconds * np.exp(self._noise * self._random.normal()))
+        return tokens / total_s, plans
+
+
+class Fixed:
+    def __init__(self, depth: int, per_request: float) -> None:
+        self._depth, self._per_request = depth, per_request
+
+    def choose(self, batch_size: int, limits: DraftLimits) -> StepPlan:
+        return StepPlan(self._depth, round(self._per_request * batch_size)) if self._depth else StepPlan(0, 0)
+
+
+def make_auto() -> AutoCapacity:
+    return AutoCapacity(
+        StepTimeModel(SEED, max_rows=256, max_batch_size=64),
+        AcceptCurves(NUM_STEPS, capacity_shares(NUM_STEPS)),
+    )
+
+
+def speed_of(draft_quality: float, batch_size: int, plan: StepPlan) -> float:
+    """Tokens per second with one fixed plan, many steps at once."""
+    server, num_steps, accepted = Server(draft_quality), 4000 // batch_size + 200, 0.0
+    if plan.depth:
+        survival = server.survival(batch_size * num_steps, plan.depth).view(num_steps, -1)
+        # The best are prefixes.
+        accepted = float(survival.topk(plan.capacity_tokens, dim=1).values.sum(dim=1).mean())
+    return (batch_size + accepted) / server.seconds(batch_size, plan)
+
+
+def best_fixed(draft_quality: float, batch_size: int) -> float:
+    plans = [StepPlan(0, 0)]
+    for depth in range(1, NUM_STEPS + 1):
+        plans += [StepPlan(depth, round(c * batch_size)) for c in (0.5, 1, 2, 3, 4, 5, 6) if c <= depth]
+    return max(
+        speed_of(draft_quality, batch_size, plan)
+        for plan in plans
+        if (plan.depth > 0) == (plan.capacity_tokens > 0)
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("draft_quality", [0.05, 0.5, 0.8, 0.98])
+def test_is_about_as_fast_as_the_best_fixed_setting(draft_quality, batch_size):
+    """The seeds say too little by a fifth, and at first nothing is known of the draft."""
+    server, policy, best = Server(draft_quality), make_auto(), best_fixed(draft_quality, batch_size)
+    assert server.run(policy, [batch_size] * 300)[0] > 0.9 * best
+    assert server.run(policy, [batch_size] * 1200)[0] > 0.96 * best
+
+
+def test_a_useless_draft_is_left_alone():
+    speed, plans = Server(0.02).run(make_auto(), [16] * 2000)
+    plain, _ = Server(0.02).run(Fixed(0, 0.0), [16] * 100)
+    assert speed > 0.985 * plain
+    assert sum(plan.depth > 0 for plan in plans[100:]) < 0.02 * 1900
+    # But it is looked at now and then.
+    assert any(plan.depth > 0 for plan in plans[100:])
+
+
+def test_a_draft_that_becomes_useful_is_noticed():
+    server, policy = Server(0.02), make_auto()
+    server.run(policy, [8] * 200)
+    useful = Server(0.9)
+    _, plans = useful.run(policy, [8] * 300)
+    assert all(plan.depth > 0 for plan in plans[-20:])
+
+
+def test_load_up_and_down_without_flapping():
+    """A sweep of the load up and down: plain where it pays, and few changes on the way."""
+    sweep = [b for b in (1, 2, 4, 8, 16, 32, 64, 32, 16, 8, 4, 2, 1) for _ in range(150)]
+    server = Server(0.45)
+    server.run(policy := make_auto(), sweep)
+    _, plans = server.run(policy, sweep)
+    kinds = [plan.depth > 0 for plan in plans]
+    changes = sum(a != b for a, b in itertools.pairwise(kinds))
+    assert kinds[:50] == [True] * 50 and kinds[-50:] == [True] * 50
+    assert sum(kinds[900:1050]) < 30, "64 requests leave no room for drafts of this quality"
+    # Two, and two for every probe in between.
+    assert changes <= 2 + 2 * 10
+    # No cliff: at no load is it slower than plain decoding.
+    for batch_size in (1, 8, 64):
+        speed, _ = server.run(policy, [batch_size] * 200)
+        plain, _ = server.run(Fixed(0, 0.0), [batch_size] * 20)
+        assert speed > 0.98 * plain
+
+
+def test_graph_tiers_are_filled():
+    tiers = (8, 16, 32, 64, 96, 128)
+    limits = DraftLimits(
+        [NUM_STEPS],
+        lambda depth: depth,
+        lambda batch_size, rows: next((tier for tier in tiers if tier >= rows), None),
+    )
+    policy = make_auto()
+    for batch_size in (3, 7, 16, 20):
+        for _ in range(10):
+            plan = policy.choose(batch_size, limits)
+            rows = batch_size + plan.capacity_tokens
+            assert plan.depth in (0, NUM_STEPS)
+            assert plan.depth == 0 or rows in tiers or plan.capacity_tokens == batch_size * NUM_STEPS
+
+
+# -- the curves ------------------------------------------------------------------------------------------------------
+
+
+def test_curves_are_sums_of_the_best():
+    survival = torch.tensor([[0.9, 0.8, 0.1], [0.6, 0.2, 0.19]])
+    depths = torch.tensor([1, 2, 3])
+    curves = measure_curves(survival, depths, 3, torch.tensor([0.0, 0.5, 1.0, 1.5, 3.0]))
+    expected = [
+        [0, 0.9, 1.5, 1.5, 1.5],
+        [0, 0.9, 1.7, 2.3, 2.5],
+        [0, 0.9, 1.7, 2.3, 2.79],
+    ]
+    assert torch.allclose(curves * 2, torch.tensor(expected))
+
+
+def test_curves_of_trees_count_nodes_by_their_own_depth():
+    survival = torch.tensor([[0.7, 0.5, 0.2, 0.1]])
+    depths = torch.tensor([[1, 2, 1, 3]])
+    curves = measure_curves(survival, depths, 3, torch.tensor([1.0, 2.0, 4.0]))
+    assert torch.allclose(curves, torch.tensor([[0.7, 0.9, 0.9], [0.7, 1.2, 1.4], [0.7, 1.2, 1.5]]))
+
+
+def test_a_shallow_step_says_little_about_deep_ones():
+    curves = AcceptCurves(4, capacity_shares(4))
+    full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(1, 5)])
+    for _ in range(200):
+        curves.observe(full, 64)
+    gain = curves.accepted(np.array([4]), np.array([4.0])) - curves.accepted(np.array([2]), np.array([4.0]))
+    for _ in range(50):
+        curves.observe(full[:2] * 1.5, 64)
+    at_two, at_four = (float(curves.accepted(np.array([d]), np.array([4.0]))[0]) for d in (2, 4))
+    assert at_two == pytest.approx(1.5, rel=0.01)
+    assert at_four - at_two == pytest.approx(float(gain[0]), rel=0.05)

@@ -1,0 +1,91 @@
+"""How many drafts a step can expect to have accepted, by depth and capacity, from the survivals of earlier steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def capacity_shares(max_nodes: int) -> list[float]:
+    """Capacities per request at which curves are kept: quarters up to 4, then whole numbers.
+
+    Args:
+        max_nodes: tokens drafted per request at the full depth.
+    """
+    quarters = [i / 4 for i in range(4 * min(4, max_nodes) + 1)]
+    return quarters + [float(i) for i in range(5, max_nodes + 1)]
+
+
+def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Tensor) -> Tensor:
+    """Expected accepted drafts per request, had a step drafted to each depth and verified each capacity.
+
+    The largest C survivals of the nodes down to a depth, summed, divided by the batch size.
+
+    Args:
+        survival: [batch, n] float32. depths: [n] or [batch, n] integers, from 1.
+        shares: [num_shares] float32, capacities per request.
+    Returns:
+        [max_depth, num_shares] float32, on the same device.
+    Sync: none; CUDA-graph safe.
+    Example: survival [[.8, .4], [.6, .5]], depths [1, 2], shares [1.]: depth 1 -> .7, depth 2 -> .7
+    """
+    batch, n = survival.shape
+    levels = torch.arange(1, max_depth + 1, device=survival.device)
+    within = depths.expand(batch, n).reshape(1, -1) <= levels[:, None]
+    best = torch.where(within, survival.reshape(1, -1), 0.0).sort(dim=1, descending=True).values
+    total = torch.nn.functional.pad(best.cumsum(dim=1), (1, 0))
+    # Between two whole capacities: linear.
+    at = (shares * batch).clamp(max=batch * n)
+    below = at.floor()
+    low = total[:, below.long()]
+    high = total[:, (below + 1).long().clamp(max=batch * n)]
+    return torch.lerp(low, high, at - below) / batch
+
+
+class AcceptCurves:
+    """Moving averages of `measure_curves` on the host.
+
+    Until something was measured, every draft token is taken to be accepted with probability 0.6.
+
+    Args:
+        max_depth: of the drafts. shares: as `capacity_shares`.
+    """
+
+    _FIRST_GUESS = 0.6
+    _MEMORY_REQUESTS = 64.0
+    """Requests' steps after which a measurement has lost most of its weight."""
+
+    def __init__(self, max_depth: int, shares: list[float]) -> None:
+        self.shares = np.array(shares)
+        self._num_seen = 0.0
+        guesses = np.concatenate(([0.0], np.cumsum(self._FIRST_GUESS ** np.arange(1, max_depth + 1))))
+        self._curves = np.array(
+            [
+                np.interp(np.minimum(self.shares, depth), np.arange(max_depth + 1), guesses)
+                for depth in range(max_depth + 1)
+            ]
+        )
+
+    def observe(self, curves: np.ndarray, batch_size: int) -> None:
+        """Take in one step's curves.
+
+        Args:
+            curves: [depth, num_shares], from `measure_curves`, depth that of the step.
+        """
+        depth = len(curves)
+        # A plain average at first.
+        self._num_seen = min(self._num_seen + batch_size, self._MEMORY_REQUESTS + batch_size)
+        weight = batch_size / self._num_seen
+        old = self._curves[depth].copy()
+        self._curves[1 : depth + 1] += weight * (curves - self._curves[1 : depth + 1])
+        # What deeper drafts would add was not seen; what they rest on was.
+        self._curves[depth + 1 :] += self._curves[depth] - old
+        np.maximum.accumulate(self._curves, axis=0, out=self._curves)
+
+    def accepted(self, depths: np.ndarray, capacity_shares: np.ndarray) -> np.ndarray:
+        """Accepted drafts per request [n] at depths [n] and capacities per request [n]."""
+        at = np.clip(np.searchsorted(self.shares, capacity_shares, side="right") - 1, 0, len(self.shares) - 2)
+        left, right = self.shares[at], self.shares[at + 1]
+        share = np.clip((capacity_shares - left) / (right - left), 0.0, 1.0)
+        return (1 - share) * self._curves[depths, at] + share * self._curves[depths, at + 1]

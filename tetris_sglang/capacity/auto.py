@@ -1,0 +1,130 @@
+"""A capacity and a depth that set themselves, with plain decoding as one of the choices.
+
+Each step maximises expected tokens emitted per second,
+
+    (B + expected accepted drafts(depth, C)) / t(B, depth, B + C),
+
+over depth 0 (plain decoding, C = 0) and all depths and capacities (docs/capacity.md derives it). Both parts come from
+earlier steps alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tetris_sglang.capacity.accept_curves import AcceptCurves
+from tetris_sglang.capacity.policy import DraftLimits, StepPlan
+from tetris_sglang.capacity.step_time import StepTimeModel
+
+_GAIN_TO_ENTER = 1.02
+_GAIN_TO_LEAVE = 0.995
+"""Of speculation against plain decoding: between them nothing changes."""
+_LEAST_STEPS = 4
+"""Steps of one kind before the other kind may follow."""
+_FULL_DEPTH_EVERY = 64
+"""Speculative steps after which one goes to the full depth, to see what lies there."""
+_PROBE_STEPS = 2
+_FIRST_PROBE_AFTER, _LAST_PROBE_AFTER = 64, 2048
+"""Plain steps before a probe: each probe that changes nothing doubles them."""
+_FIRST_STEPS = 3
+"""A server's first steps draft to the full depth, whatever is expected of them."""
+
+
+class _Candidates(NamedTuple):
+    """Every plan for a batch size; the first is plain decoding."""
+
+    depths: np.ndarray
+    capacity_tokens: np.ndarray
+    rows: np.ndarray
+    features: np.ndarray
+
+
+class AutoCapacity:
+    """Chooses what the model of step times and the curves of acceptance say is fastest."""
+
+    def __init__(self, step_times: StepTimeModel, curves: AcceptCurves) -> None:
+        self.step_times, self.curves = step_times, curves
+        self._candidates: dict[int, _Candidates] = {}
+        self._speculates = True
+        self._steps_in_mode = 0
+        self._steps_since_full_depth = 0
+        self._first_steps = _FIRST_STEPS
+        self._probe_after = _FIRST_PROBE_AFTER
+        self._probe_steps = 0
+        self.expected_gain = 1.0
+        """Of the best speculative plan against plain decoding, at the last choice."""
+
+    def choose(self, batch_size: int, limits: DraftLimits, mean_context_tokens: float = 0.0) -> StepPlan:
+        found = self._candidates.get(batch_size)
+        if found is None:
+            found = self._candidates[batch_size] = self._list_candidates(batch_size, limits)
+        seconds = self.step_times.predict(found.features, found.rows, mean_context_tokens)
+        emitted = 1 + self.curves.accepted(found.depths, found.capacity_tokens / batch_size)
+        value = emitted / seconds
+        best = 1 + int(value[1:].argmax())
+        self.expected_gain = float(value[best] / value[0])
+        plan = StepPlan(int(found.depths[best]), int(found.capacity_tokens[best]))
+        if self._first_steps:
+            self._first_steps -= 1
+            return self._look_deep(batch_size, limits, 2 * batch_size)
+        return self._keep_or_change(plan, batch_size, limits)
+
+    def _keep_or_change(self, plan: StepPlan, batch_size: int, limits: DraftLimits) -> StepPlan:
+        self._steps_in_mode += 1
+        if self._speculates:
+            if self.expected_gain < _GAIN_TO_LEAVE and self._steps_in_mode > _LEAST_STEPS:
+                self._change_mode()
+                return StepPlan(0, 0)
+            self._steps_since_full_depth += 1
+            if plan.depth == limits.num_steps:
+                self._steps_since_full_depth = 0
+            elif self._steps_since_full_depth >= _FULL_DEPTH_EVERY:
+                self._steps_since_full_depth = 0
+                return self._look_deep(batch_size, limits, plan.capacity_tokens)
+            return plan
+        if self.expected_gain > _GAIN_TO_ENTER and self._steps_in_mode > _LEAST_STEPS:
+            self._change_mode()
+            return plan
+        if self._steps_in_mode >= self._probe_after:
+            self._probe_steps += 1
+            if self._probe_steps >= _PROBE_STEPS:
+                self._probe_steps = self._steps_in_mode = 0
+                self._probe_after = min(2 * self._probe_after, _LAST_PROBE_AFTER)
+            return self._look_deep(batch_size, limits, batch_size)
+        return StepPlan(0, 0)
+
+    def _change_mode(self) -> None:
+        self._speculates = not self._speculates
+        self._steps_in_mode = self._probe_steps = 0
+        if self._speculates:
+            self._probe_after = _FIRST_PROBE_AFTER
+
+    @staticmethod
+    def _look_deep(batch_size: int, limits: DraftLimits, capacity_tokens: int) -> StepPlan:
+        num_nodes = batch_size * limits.count_nodes(limits.num_steps)
+        capacity_tokens = max(1, min(capacity_tokens, num_nodes))
+        rows = limits.fit_rows(batch_size, batch_size + capacity_tokens)
+        if rows is not None:
+            capacity_tokens = min(rows - batch_size, num_nodes)
+        return StepPlan(limits.num_steps, capacity_tokens)
+
+    def _list_candidates(self, batch_size: int, limits: DraftLimits) -> _Candidates:
+        plans = {StepPlan(0, 0): limits.fit_rows(batch_size, batch_size) or batch_size}
+        for depth in limits.depths:
+            num_nodes = batch_size * limits.count_nodes(depth)
+            for capacity_tokens in np.unique(np.rint(self.curves.shares * batch_size).astype(int)).tolist():
+                if not 0 < capacity_tokens <= num_nodes:
+                    continue
+                rows = limits.fit_rows(batch_size, batch_size + capacity_tokens)
+                if rows is None:
+                    rows = batch_size + capacity_tokens
+                else:
+                    capacity_tokens = min(rows - batch_size, num_nodes)
+                if capacity_tokens:
+                    plans[StepPlan(depth, capacity_tokens)] = rows
+        depths, capacity_tokens = (np.array(column) for column in zip(*plans, strict=True))
+        rows = np.array(list(plans.values()))
+        features = self.step_times.features(batch_size, depths, rows)
+        return _Candidates(depths, capacity_tokens, rows, features)

@@ -1,0 +1,218 @@
+"""Timing the models' passes before serving: where the model of step times starts from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from tqdm import tqdm
+
+from tetris_sglang import __version__
+from tetris_sglang.capacity import PassTimes
+from tetris_sglang.drafting import Grid
+from tetris_sglang.kernels.reference import pack_rows_reference
+from tetris_sglang.runtime.verify import forward_target, graph_tier
+from tetris_sglang.runtime.windows import Window, make_draft_input
+
+logger = logging.getLogger(__name__)
+
+_REPEATS = 3
+_CONTEXT_TOKENS = 64
+_LONG_CONTEXT_TOKENS = 512
+_BUDGET_S = 10.0
+"""After that, larger sizes are left to extrapolation and to real steps."""
+_DRAFT_DEPTH = 3
+"""Passes timed together, to tell the first from the others."""
+
+
+def load_or_time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int) -> PassTimes:
+    """The passes' times on this device, from a cache if these models were timed here before.
+
+    Args:
+        draft: a `ModelDraft`, or None where no model drafts.
+        num_draft_tokens: columns of the grid. max_rows: of a target's pass.
+    """
+    path = _cache_path(target_worker, draft, num_draft_tokens)
+    try:
+        return PassTimes.from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("TETRIS: %s cannot be read (%s); timing again", path, error)
+    times = time_passes(target_worker, draft, num_draft_tokens=num_draft_tokens, max_rows=max_rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another server may write the same file at the same time.
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(times.to_json()))
+    temporary.replace(path)
+    return times
+
+
+def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int) -> PassTimes:
+    """Time the target's pass by rows and the draft's by batch size, over made-up requests."""
+    runner = target_worker.model_runner
+    max_batch_size = runner.req_to_token_pool.size
+    started_at = time.perf_counter()
+
+    def within_budget(sizes: Iterable[int]) -> Iterable[int]:
+        for size in sizes:
+            if time.perf_counter() - started_at > _BUDGET_S:
+                return
+            yield size
+
+    context = min(_CONTEXT_TOKENS, runner.model_config.context_len // 4)
+    row_sizes = _powers_of_two(min(max_rows, runner.max_total_num_tokens))
+    batch_sizes = [] if draft is None else _powers_of_two(max_batch_size)
+    with tqdm(desc="TETRIS: timing passes", total=len(row_sizes) + len(batch_sizes), leave=False) as progress:
+
+        def time_target(rows: int, context_tokens: int) -> float:
+            requests = min(max_batch_size, -(-rows // 2))
+            run = _target_pass(target_worker, draft, requests, rows, num_draft_tokens, context_tokens)
+            return _time(run, runner.device)
+
+        target_s, window_s, branch_s = {}, {}, {}
+        for rows in within_budget(row_sizes):
+            target_s[rows] = time_target(rows, context)
+            progress.update()
+        for batch_size in within_budget(batch_sizes):
+            one, more = (
+                _time(_drafting(draft, batch_size, depth, context), runner.device)
+                for depth in (1, min(_DRAFT_DEPTH, draft.speculative_num_steps))
+            )
+            window_s[batch_size] = one
+            further = min(_DRAFT_DEPTH, draft.speculative_num_steps) - 1
+            branch_s[batch_size] = max(more - one, 0.0) / further if further else 0.0
+            progress.update()
+    rows = min(16, max(target_s))
+    long_context = min(_LONG_CONTEXT_TOKENS, runner.model_config.context_len // 2)
+    context_s = 0.0
+    if long_context > context:
+        difference = time_target(rows, long_context) - target_s[rows]
+        context_s = max(difference, 0.0) / (rows * (long_context - context))
+    logger.info("TETRIS: timed passes in %.1f s", time.perf_counter() - started_at)
+    return PassTimes(target_s, window_s, branch_s, context_s)
+
+
+def _time(run: Callable[[], None], device: str) -> float:
+    """Seconds of the fastest of a few runs: what the others took longer was something else."""
+    best = float("inf")
+    for _ in range(1 + _REPEATS):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started_at = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started_at)
+    return best
+
+
+def _target_pass(
+    target_worker, draft, requests: int, rows: int, num_draft_tokens: int, context_tokens: int
+) -> Callable[[], None]:
+    runner = target_worker.model_runner
+    batch = _made_up_batch(runner, requests, context_tokens)
+    device = batch.seq_lens.device
+    hidden_mode = CaptureHiddenMode.NULL if draft is None else draft.target_hidden_mode
+    drafts = torch.full((requests,), (rows - requests) // requests, dtype=torch.int32, device=device)
+    drafts[: (rows - requests) % requests] += 1
+    width = max(num_draft_tokens, int(drafts.max()) + 1)
+    grid = Grid(torch.zeros((requests, width), dtype=torch.int64, device=device), max_depth=1)
+    packed = pack_rows_reference(
+        drafts,
+        grid.tokens,
+        batch.seq_lens,
+        runner.req_to_token_pool.req_to_token,
+        batch.req_pool_indices,
+        graph_tier(target_worker, requests, rows) or rows,
+    )
+
+    def run() -> None:
+        forward_target(batch, target_worker, packed, grid, hidden_mode)
+
+    return run
+
+
+def _drafting(draft, batch_size: int, depth: int, context_tokens: int) -> Callable[[], None]:
+    batch = _made_up_batch(draft.draft_runner, batch_size, context_tokens)
+    device = batch.seq_lens.device
+    tokens = torch.zeros((batch_size, draft.window_width), dtype=torch.int64, device=device)
+    states = None
+    if draft.reads_hidden_states:
+        size = draft.target_state_size
+        states = torch.zeros(
+            (batch_size, draft.window_width, size), dtype=draft.draft_runner.dtype, device=device
+        )
+    draft_input = make_draft_input(Window(tokens, hidden_states=states), tokens[:, -1])
+
+    def run() -> None:
+        batch.spec_info = draft_input
+        draft.propose(batch, depth)
+
+    return run
+
+
+class _NobodysRequest:
+    """Wants nothing special: whatever is asked of it is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _made_up_batch(runner, batch_size: int, context_tokens: int) -> ScheduleBatch:
+    """Requests that all live in the table's row 0, whose slots are the padding slot 0."""
+    pool = runner.req_to_token_pool
+    device = pool.req_to_token.device
+    lens = torch.full((batch_size,), context_tokens, dtype=torch.int64)
+    return ScheduleBatch(
+        reqs=[_NobodysRequest()] * batch_size,
+        req_to_token_pool=pool,
+        model_config=runner.model_config,
+        device=str(device),
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.zeros(batch_size, dtype=torch.int64, device=device),
+        seq_lens=lens.to(device),
+        seq_lens_cpu=lens,
+        seq_lens_sum=int(lens.sum()),
+        spec_algorithm=runner.spec_algorithm,
+        sampling_info=SimpleNamespace(
+            temperatures=torch.ones((batch_size, 1), device=device),
+            grammars=None,
+            has_watermark_candidates=False,
+        ),
+    )
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [2**i for i in range(max(1, largest).bit_length())]
+
+
+def _cache_path(target_worker, draft, num_draft_tokens: int) -> Path:
+    runners = [target_worker.model_runner] + ([] if draft is None else [draft.draft_runner])
+    described = [
+        __version__,
+        torch.__version__,
+        [
+            (r.model_config.model_path, str(r.dtype), r.model_config.hf_config.to_json_string())
+            for r in runners
+        ],
+        (runners[0].server_args.attention_backend, num_draft_tokens, runners[0].req_to_token_pool.size),
+        (0, 0) if draft is None else (draft.topk, draft.window_width),
+        torch.cuda.get_device_name()
+        if runners[0].device == "cuda"
+        else (platform.processor(), torch.get_num_threads()),
+        os.cpu_count(),
+    ]
+    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+    folder = os.environ.get("SGLANG_TETRIS_CACHE") or Path.home() / ".cache" / "tetris_sglang"
+    return Path(folder) / "pass_times" / f"{digest}.json"

@@ -1,0 +1,89 @@
+"""What each step is to do, and what the planner learns from it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from tetris_sglang.capacity import (
+    AutoCapacity,
+    CapacityPolicy,
+    DraftLimits,
+    StepPlan,
+    StepShape,
+    measure_curves,
+)
+from tetris_sglang.drafting import Proposal
+from tetris_sglang.runtime.step_clock import StepClock
+from tetris_sglang.selection import survival_from_probs
+
+
+class StepPlanner:
+    """Asks the capacity policy before a step, and tells an automatic one what came of it. Never waits for the device.
+
+    Args:
+        device: "cuda" or "cpu".
+    """
+
+    def __init__(self, policy: CapacityPolicy, limits: DraftLimits, device: str) -> None:
+        self.policy, self._limits = policy, limits
+        self._on_cuda = device == "cuda"
+        self._clock = StepClock(self._on_cuda)
+        self._auto = policy if isinstance(policy, AutoCapacity) else None
+        if self._auto is not None:
+            self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)
+        self._curves: deque[tuple[Tensor, torch.cuda.Event | None, int]] = deque()
+
+    def plan(self, batch) -> StepPlan:
+        """Plan a decoding step of `batch`, a ScheduleBatch."""
+        batch_size = len(batch.reqs)
+        if self._auto is None:
+            return self.policy.choose(batch_size, self._limits)
+        for step in self._clock.begin():
+            self._auto.step_times.observe(step.shape, step.seconds)
+        self._read_curves()
+        context_tokens = batch.seq_lens_sum / batch_size if batch.seq_lens_sum else 0.0
+        plan = self._auto.choose(batch_size, self._limits, context_tokens)
+        rows = self._limits.fit_rows(batch_size, batch_size + plan.capacity_tokens)
+        self._clock.describe(
+            StepShape(batch_size, plan.depth, rows or batch_size + plan.capacity_tokens, context_tokens)
+        )
+        return plan
+
+    def after_draft(self, proposal: Proposal, depth: int) -> None:
+        """Look at what a step drafted; later steps are planned from it."""
+        if self._auto is None:
+            return
+        tokens, scores, shape = proposal
+        if shape is None:
+            survival, depths = survival_from_probs(scores), torch.arange(1, depth + 1, device=tokens.device)
+        else:
+            survival, depths = scores, shape.depths[:, 1:]
+        curves, event = measure_curves(survival, depths, depth, self._shares), None
+        if self._on_cuda:
+            curves = curves.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._curves.append((curves, event, len(tokens)))
+
+    def after_prefill(self) -> None:
+        self._clock.interrupt()
+
+    def summarise(self) -> dict[str, float]:
+        """For /server_info; empty with a fixed capacity."""
+        if self._auto is None:
+            return {}
+        return {
+            "expected_gain": self._auto.expected_gain,
+            "step_time_relative_error": self._auto.step_times.relative_error,
+        }
+
+    def _read_curves(self) -> None:
+        while self._curves:
+            curves, event, batch_size = self._curves[0]
+            if event is not None and not event.query():
+                return
+            self._curves.popleft()
+            self._auto.curves.observe(curves.numpy(), batch_size)
