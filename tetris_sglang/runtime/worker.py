@@ -26,6 +26,7 @@ from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.ngram import NgramDraft
 from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.phases import PhaseTimer
+from tetris_sglang.runtime.request_options import RequestWeights
 from tetris_sglang.runtime.verify import (
     commit_paths,
     compute_logprobs,
@@ -56,6 +57,7 @@ class TetrisWorker(BaseSpecWorker):
         self._operations = get_operations(self.device, self.config.selection)
         self.phases = PhaseTimer(enabled=self.config.phase_times, on_cuda=self.device == "cuda")
         self.metrics = StepMetrics()
+        self._request_weights = RequestWeights(self.device)
 
         self._target_worker = target_worker
         kind = current_kind()
@@ -116,6 +118,7 @@ class TetrisWorker(BaseSpecWorker):
     # -- the two kinds of iteration --------------------------------------------------------------------------------
 
     def _prefill(self, batch, on_publish) -> GenerationBatchResult:
+        self._request_weights.add_prefilled(batch.reqs)
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
         input_ids = batch.input_ids
         result = self._target_worker.forward_batch_generation(
@@ -138,14 +141,16 @@ class TetrisWorker(BaseSpecWorker):
         req_to_token = batch.req_to_token_pool.req_to_token
         roots = batch.spec_info.bonus_tokens
 
-        capacity_tokens, depth, tier = self._plan_step(batch_size)
+        adjustment = self._request_weights.adjust(batch.reqs)
+        num_speculating = batch_size if adjustment is None else adjustment.num_speculating
+        capacity_tokens, depth, tier = self._plan_step(batch_size, num_speculating)
         num_tokens = batch_size + capacity_tokens
 
         with self.phases("draft"), self._draft_context():
             proposal = self._draft.propose(batch, depth)
 
         with self.phases("select"):
-            draft_lens = self._operations.select_drafts(proposal, capacity_tokens)
+            draft_lens = self._operations.select_drafts(proposal, capacity_tokens, adjustment)
             # SGLang reads results in rows of a fixed width.
             grid = make_grid(roots, proposal, depth, self.speculative_num_draft_tokens)
             packed = self._operations.pack_grid(
@@ -212,14 +217,18 @@ class TetrisWorker(BaseSpecWorker):
             return contextlib.nullcontext()
         return draft_tp_context(self._draft_worker.parallel_layout)
 
-    def _plan_step(self, batch_size: int) -> tuple[int, int, int | None]:
-        """This step's capacity in draft tokens, the depth to draft to, and the rows of the captured target pass, if any."""
+    def _plan_step(self, batch_size: int, num_speculating: int) -> tuple[int, int, int | None]:
+        """This step's capacity in draft tokens, the depth to draft to, and the rows of the captured target pass, if any.
+
+        Args:
+            num_speculating: requests that may be given tokens; the others leave them their share.
+        """
         capacity_tokens, num_steps = self.capacity.choose(batch_size), self.speculative_num_steps
         # No request can be given more tokens than the whole capacity, so a small one needs no deep drafts. Captured
         # passes always go to the full depth.
         captured = getattr(self._draft_worker, "captured", None) is not None
         depth = num_steps if captured else min(num_steps, capacity_tokens)
-        num_nodes = batch_size * self._draft.count_nodes(depth)
+        num_nodes = num_speculating * self._draft.count_nodes(depth)
         capacity_tokens = min(capacity_tokens, num_nodes)
         tier = None
         if self.device == "cuda":
