@@ -112,8 +112,7 @@ def test_bad_values_get_400(overlap, path, body, custom_params, parts):
 
 
 @pytest.mark.parametrize("custom_params", [[1], "tetris", {"tetris": [1]}, {"tetris": {"weight": {"a": 1}}}])
-def test_ill_typed_custom_params_do_not_reach_the_scheduler(overlap, custom_params):
-    """It could not unpack some of them, and would end."""
+def test_ill_typed_custom_params_get_400(overlap, custom_params):
     response = overlap.post("/generate", make_request("def", max_new_tokens=4, custom_params=custom_params))
     assert response.status_code == 400 and "custom_params" in response.text
     assert overlap.generate("def", max_new_tokens=3)["meta_info"]["completion_tokens"] >= 1

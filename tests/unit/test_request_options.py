@@ -81,7 +81,7 @@ def test_what_nobody_can_mean_is_named(custom_params, message):
 
 
 def test_sglang_carries_the_fields_to_the_scheduler():
-    """As its processes do: packed, and unpacked against the declared types."""
+    """Under SGLANG_USE_PICKLE_IPC=0, the stricter of its two ways: unpacked against the declared types."""
     custom_params = {"tetris": {"speculate": False, "weight": 0.5}}
     packed = msgspec.msgpack.encode(SamplingParams(custom_params=custom_params))
     assert msgspec.msgpack.decode(packed, type=SamplingParams).custom_params == custom_params
