@@ -9,7 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tetris_sglang.drafting import Proposal
+from tetris_sglang.runtime.operations import get_operations
+from tetris_sglang.runtime.request_options import Adjustment
 from tetris_sglang.selection import (
+    SMALLEST_SURVIVAL,
     get_selector,
     select_oracle,
     select_prefixes,
@@ -191,6 +195,51 @@ def test_upstream_selection_agrees():
             verify_lens = ScheduleVerifyLensTopk.execute(confidence=probs, budget=capacity, cfg=cfg)
             draft_lens = select_prefixes(survival, capacity)
             assert (verify_lens - 1).tolist() == draft_lens.tolist()
+
+
+# --- requests with wishes -----------------------------------------------------------------------------------
+
+
+@given(batches(), st.data())
+def test_weighted_selection_takes_the_largest_weighted_survivals(case, data):
+    """Through the operation that serves, chains and trees; against a sort in plain Python, ties included."""
+    survival, capacity, _ = case
+    batch, depth = survival.shape
+    weight = st.sampled_from([0.0, 1.0, 1.0, 4.0, 1 / 64, 64.0]) | st.floats(1 / 64, 64, width=32)
+    weights = torch.tensor(data.draw(st.lists(weight, min_size=batch, max_size=batch)))
+    num_speculating = int((weights > 0).sum())
+    capacity = min(capacity, num_speculating * depth)
+    as_tree = data.draw(st.booleans())
+    if as_tree:
+        proposal = Proposal(torch.zeros(batch, depth), survival, shape=())
+    else:
+        proposal = Proposal(torch.zeros(batch, depth), survival)
+        survival = survival_from_probs(survival)
+    draft_lens = get_operations("cpu", "tetris").select_drafts(
+        proposal, capacity, Adjustment(weights, num_speculating)
+    )
+
+    # Scaled as served; what is lifted off 0 ranks last, shallower first.
+    worth = (survival * (weights / 64)[:, None]).clamp(min=SMALLEST_SURVIVAL).tolist()
+    tokens = [(r, j) for r in range(batch) if weights[r] > 0 for j in range(depth)]
+    taken = sorted(tokens, key=lambda token: (-worth[token[0]][token[1]], token[1], token[0]))[:capacity]
+    assert int(draft_lens.sum()) == capacity
+    assert not draft_lens[weights == 0].any()
+    assert {(r, j) for r, length in enumerate(draft_lens.tolist()) for j in range(length)} == set(taken)
+
+
+@given(batches(), st.integers(0, 11), st.floats(1, 64, width=32))
+def test_more_weight_never_takes_a_token_away(case, request, factor):
+    survival, capacity, _ = case
+    request %= survival.shape[0]
+    capacity = min(capacity, survival.numel())
+    proposal = Proposal(torch.zeros(survival.shape), survival, shape=())
+    weights = torch.ones(len(survival))
+    operations = get_operations("cpu", "tetris")
+    before = operations.select_drafts(proposal, capacity, Adjustment(weights, len(survival)))
+    weights[request] = factor
+    after = operations.select_drafts(proposal, capacity, Adjustment(weights, len(survival)))
+    assert after[request] >= before[request]
 
 
 # --- survival -----------------------------------------------------------------------------------------------

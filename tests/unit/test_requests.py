@@ -99,13 +99,30 @@ def test_token_inside_the_vocabulary(input_ids):
     validate_request(make_request(), input_ids, VOCAB_SIZE)
 
 
+@pytest.mark.parametrize(
+    "custom_params", [None, {}, {"tetris": {"speculate": False, "weight": 4}}, {"x": [1]}]
+)
+def test_custom_params_that_are_served(custom_params):
+    validate_request(make_request({"custom_params": custom_params}), PROMPT, VOCAB_SIZE)
+
+
+def test_custom_params_that_do_not_parse():
+    assert_refused(
+        make_request({"custom_params": {"tetris": {"weight": 0}}}),
+        "custom_params.tetris.weight=0",
+        "from 1/64 to 64",
+        "speculate: false",
+    )
+
+
 # -- the hook -----------------------------------------------------------------------------------------------------
 
 
-def make_manager(algorithm: str | None) -> SimpleNamespace:
+def make_manager(algorithm: str | None, preferred_params: dict | None = None) -> SimpleNamespace:
     return SimpleNamespace(
         server_args=SimpleNamespace(speculative_algorithm=algorithm),
         model_config=SimpleNamespace(vocab_size=VOCAB_SIZE),
+        preferred_sampling_params=preferred_params,
     )
 
 
@@ -113,6 +130,16 @@ def test_hook_guards_a_tetris_server():
     with pytest.raises(ValueError, match="empty"):
         guard_request(make_manager("TETRIS"), make_request(), [])
     assert guard_request(make_manager("TETRIS"), make_request(), PROMPT) is None
+
+
+@pytest.mark.parametrize(
+    "preferred", [{"repetition_penalty": 1.1}, {"custom_params": {"tetris": {"weight": 65}}}]
+)
+def test_what_the_server_prefers_is_validated_unless_the_request_says_otherwise(preferred):
+    manager = make_manager("TETRIS", preferred)
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.1|weight=65"):
+        guard_request(manager, make_request(), PROMPT)
+    guard_request(manager, make_request({"repetition_penalty": 1.0, "custom_params": None}), PROMPT)
 
 
 @pytest.mark.parametrize("algorithm", [None, "STANDALONE", "EAGLE"])

@@ -177,8 +177,24 @@ SYMBOLS: tuple[Symbol, ...] = (
             "beam_width",
             "min_new_tokens",
             "stop_token_ids",
+            "custom_params",
         ),
-        "requests are refused, and stop tokens masked, by these fields",
+        "requests are refused, stop tokens masked, and options of a request read, by these fields",
+    ),
+    Symbol(
+        _SRT + "managers.tokenizer_manager.TokenizerManager",
+        ("preferred_sampling_params",),
+        "sampling parameters that requests do not give are validated too",
+    ),
+    Symbol(
+        _SRT + "entrypoints.openai.protocol.CompletionRequest",
+        ("custom_params",),
+        "options of a request over the OpenAI API",
+    ),
+    Symbol(
+        _SRT + "entrypoints.openai.protocol.ChatCompletionRequest",
+        ("custom_params",),
+        "options of a request over the OpenAI API",
     ),
     Symbol(
         _SRT + "managers.io_struct.BatchStrOutput", ("spec_num_cap_tokens",), "selected tokens of a request"

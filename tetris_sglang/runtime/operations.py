@@ -16,26 +16,42 @@ from tetris_sglang.kernels.reference import (
     accept_tree_rows,
     pack_rows_reference,
 )
+from tetris_sglang.runtime.request_options import LARGEST_WEIGHT, Adjustment
 from tetris_sglang.selection import SMALLEST_SURVIVAL, Selector, get_selector, survival_from_probs
 
 
 class Operations(NamedTuple):
     select: Callable[[Tensor, int], Tensor]
     """(draft_probs [batch, depth] float32, capacity_tokens) -> draft_lens [batch] int32, sum = capacity_tokens"""
-    select_nodes: Callable[[Tensor, int], Tensor]
-    """The same from survivals [batch, num_nodes] float32, non-increasing: trees. Torch operations on every device."""
+    select_nodes: Selector
+    """(survivals [batch, num_nodes] float32, non-increasing; capacity_tokens; max_draft_lens [batch] integers, or None)
+    -> draft_lens: trees, and requests with wishes. Torch operations on every device."""
     pack: Callable[..., PackedTokens]
     """As kernels.pack.pack_rows."""
     accept: Callable[..., AcceptedTokens]
     """As kernels.accept.accept_rows."""
 
-    def select_drafts(self, proposal: Proposal, capacity_tokens: int) -> Tensor:
-        """draft_lens [batch] int32, sum = capacity_tokens."""
-        batch_size, num_nodes = proposal.tokens.shape
-        if num_nodes == 0:
-            return torch.zeros(batch_size, dtype=torch.int32, device=proposal.tokens.device)
-        select = self.select if proposal.shape is None else self.select_nodes
-        return select(proposal.scores.contiguous(), capacity_tokens)
+    def select_drafts(
+        self, proposal: Proposal, capacity_tokens: int, adjustment: Adjustment | None = None
+    ) -> Tensor:
+        """draft_lens [batch] int32, sum = capacity_tokens.
+
+        Args:
+            capacity_tokens: with an adjustment, at most all drafts of the requests that speculate.
+            adjustment: the batch's wishes; the baselines heed only those for no drafts.
+        """
+        scores = proposal.scores.contiguous()
+        if scores.shape[1] == 0:
+            return torch.zeros(scores.shape[0], dtype=torch.int32, device=scores.device)
+        if adjustment is None:
+            select = self.select if proposal.shape is None else self.select_nodes
+            return select(scores, capacity_tokens)
+        survival = survival_from_probs(scores) if proposal.shape is None else scores
+        # One factor per request, so what was ordered within a request still is; in [0, 1], as selection wants it.
+        weighted = survival * (adjustment.weights / LARGEST_WEIGHT)[:, None]
+        # A weight of 0 is not enough: serving lifts survivals to fill the capacity.
+        max_draft_lens = (adjustment.weights > 0) * scores.shape[1]
+        return self.select_nodes(weighted, capacity_tokens, max_draft_lens)
 
     def pack_grid(
         self,
@@ -106,10 +122,12 @@ def get_operations(device: str, selection: str) -> Operations:
     )
 
 
-def _select_all(selector: Selector) -> Callable[[Tensor, int], Tensor]:
+def _select_all(selector: Selector) -> Selector:
     """A selector that fills its capacity whatever the survivals."""
 
-    def select(survival: Tensor, capacity_tokens: int) -> Tensor:
-        return selector(survival.clamp(min=SMALLEST_SURVIVAL), capacity_tokens)
+    def select(
+        survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None
+    ) -> Tensor:
+        return selector(survival.clamp(min=SMALLEST_SURVIVAL), capacity_tokens, max_draft_lens)
 
     return select

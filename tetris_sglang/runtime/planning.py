@@ -36,21 +36,29 @@ class StepPlanner:
             self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)
         self._curves: deque[tuple[Tensor, torch.cuda.Event | None, int]] = deque()
 
-    def plan(self, batch) -> StepPlan:
-        """Plan a decoding step of `batch`, a ScheduleBatch."""
+    def plan(self, batch, num_speculating: int) -> StepPlan:
+        """Plan a decoding step of `batch`, a ScheduleBatch.
+
+        Args:
+            num_speculating: requests that may be given drafts; the others leave them their share.
+        """
         batch_size = len(batch.reqs)
         if self._auto is None:
-            return self.policy.choose(batch_size, self._limits)
+            return self._limit(self.policy.choose(batch_size, self._limits), num_speculating)
         for step in self._clock.begin():
             self._auto.step_times.observe(step.shape, step.seconds)
         self._read_curves()
         context_tokens = batch.seq_lens_sum / batch_size if batch.seq_lens_sum else 0.0
-        plan = self._auto.choose(batch_size, self._limits, context_tokens)
+        plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         rows = self._limits.fit_rows(batch_size, batch_size + plan.capacity_tokens)
         self._clock.describe(
             StepShape(batch_size, plan.depth, rows or batch_size + plan.capacity_tokens, context_tokens)
         )
         return plan
+
+    def _limit(self, plan: StepPlan, num_speculating: int) -> StepPlan:
+        most = num_speculating * self._limits.count_nodes(plan.depth) if num_speculating and plan.depth else 0
+        return StepPlan(plan.depth, min(plan.capacity_tokens, most)) if most else StepPlan(0, 0)
 
     def after_draft(self, proposal: Proposal, depth: int) -> None:
         """Look at what a step drafted; later steps are planned from it."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tetris_sglang.runtime.request_options import parse
+
 # Sampling parameters that would not give what the server gives without speculation.
 _INEXACT: dict[str, tuple[Callable[[Any], bool], str]] = {
     name: (lambda value, neutral=neutral: value is not None and value != neutral, reason)
@@ -31,12 +33,18 @@ _UNSUPPORTED_FIELDS = {
 }
 
 
-def validate_request(obj, input_ids: Sequence[int] | None, vocab_size: int) -> None:
-    """Refuse what cannot be served exactly.
+def validate_request(
+    obj,
+    input_ids: Sequence[int] | None,
+    vocab_size: int,
+    preferred_params: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse what cannot be served exactly, and options of TETRIS's own that do not parse.
 
     Args:
         obj: SGLang's GenerateReqInput of one request; sampling_params still a mapping.
         input_ids: the tokenized prompt.
+        preferred_params: sampling parameters of requests that do not give them (--preferred-sampling-params).
     Raises:
         ValueError: SGLang answers it with a 400.
     """
@@ -50,12 +58,14 @@ def validate_request(obj, input_ids: Sequence[int] | None, vocab_size: int) -> N
             )
     params = getattr(obj, "sampling_params", None)
     if isinstance(params, Mapping):
+        params = {**(preferred_params or {}), **params}
         for name, (is_given, reason) in _INEXACT.items():
             if is_given(params.get(name)):
                 raise ValueError(
                     f"{name}={params[name]} is not supported with --speculative-algorithm TETRIS: {reason}. Leave it "
                     f"out, or send the request to a server without speculation."
                 )
+        parse(params.get("custom_params"))
     for name, reason in _UNSUPPORTED_FIELDS.items():
         if getattr(obj, name, None):
             raise ValueError(f"{name} is not supported with --speculative-algorithm TETRIS: {reason}.")
@@ -64,4 +74,4 @@ def validate_request(obj, input_ids: Sequence[int] | None, vocab_size: int) -> N
 def guard_request(manager, obj, input_ids, *args, **kwargs) -> None:
     """BEFORE hook of TokenizerManager._validate_one_request."""
     if manager.server_args.speculative_algorithm == "TETRIS":
-        validate_request(obj, input_ids, manager.model_config.vocab_size)
+        validate_request(obj, input_ids, manager.model_config.vocab_size, manager.preferred_sampling_params)

@@ -36,6 +36,7 @@ from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.pass_timing import load_or_time_passes
 from tetris_sglang.runtime.phases import PhaseTimer
 from tetris_sglang.runtime.planning import StepPlanner
+from tetris_sglang.runtime.request_options import RequestWeights
 from tetris_sglang.runtime.verify import (
     commit_paths,
     compute_logprobs,
@@ -63,6 +64,7 @@ class TetrisWorker(BaseSpecWorker):
         self._operations = get_operations(self.device, self.config.selection)
         self.phases = PhaseTimer(enabled=self.config.phase_times, on_cuda=self.device == "cuda")
         self.metrics = StepMetrics()
+        self._request_weights = RequestWeights(self.device)
 
         self._target_worker = target_worker
         kind = current_kind()
@@ -127,6 +129,7 @@ class TetrisWorker(BaseSpecWorker):
     # -- the two kinds of iteration --------------------------------------------------------------------------------
 
     def _prefill(self, batch, on_publish) -> GenerationBatchResult:
+        self._request_weights.add_prefilled(batch.reqs)
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
         input_ids = batch.input_ids
         self.planner.after_prefill()
@@ -151,7 +154,10 @@ class TetrisWorker(BaseSpecWorker):
         draft_input = batch.spec_info
         roots = draft_input.bonus_tokens
 
-        depth, capacity_tokens = self.planner.plan(batch)
+        adjustment = self._request_weights.adjust(batch.reqs)
+        depth, capacity_tokens = self.planner.plan(
+            batch, batch_size if adjustment is None else adjustment.num_speculating
+        )
         num_tokens = batch_size + capacity_tokens
         tier = self._fit_rows(batch_size, num_tokens)
 
@@ -163,7 +169,7 @@ class TetrisWorker(BaseSpecWorker):
                 proposal = Proposal(roots.new_empty((batch_size, 0)), seq_lens.new_empty((batch_size, 0)))
 
         with self.phases("select"):
-            draft_lens = self._operations.select_drafts(proposal, capacity_tokens)
+            draft_lens = self._operations.select_drafts(proposal, capacity_tokens, adjustment)
             # SGLang reads results in rows of a fixed width.
             grid = make_grid(roots, proposal, depth, self.speculative_num_draft_tokens)
             packed = self._operations.pack_grid(
