@@ -153,8 +153,12 @@ def _check_variables() -> Iterator[Finding]:
 
 
 def _describe(config: TetrisConfig) -> str:
-    per_request = config.capacity_per_request
-    capacity = f"{config.capacity_tokens} per step" if per_request is None else f"{per_request:g} per request"
+    if config.capacity_tokens is not None:
+        capacity = f"{config.capacity_tokens} per step verified"
+    elif config.capacity_per_request is not None:
+        capacity = f"{config.capacity_per_request:g} per request verified"
+    else:
+        capacity = "as many verified as pay"
     return f"{config.num_steps} tokens drafted per request, {capacity} verified"
 
 

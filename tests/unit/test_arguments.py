@@ -106,10 +106,10 @@ def test_a_flag_wins_over_its_variable(parser, environment):
 @pytest.mark.parametrize(
     "flag, value, rule",
     [
-        ("--speculative-tetris-capacity-per-request", "0", "must be a finite number above 0"),
-        ("--speculative-tetris-capacity-per-request", "nan", "must be a finite number above 0"),
-        ("--speculative-tetris-capacity-per-request", "inf", "must be a finite number above 0"),
-        ("--speculative-tetris-capacity-per-request", "many", "must be a number"),
+        ("--speculative-tetris-capacity-per-request", "0", "must be auto or a finite number above 0"),
+        ("--speculative-tetris-capacity-per-request", "nan", "must be auto or a finite number above 0"),
+        ("--speculative-tetris-capacity-per-request", "inf", "must be auto or a finite number above 0"),
+        ("--speculative-tetris-capacity-per-request", "many", "must be auto or a finite number above 0"),
         ("--speculative-tetris-capacity-tokens", "0", "must be a whole number above 0"),
         ("--speculative-tetris-capacity-tokens", "-4", "must be a whole number above 0"),
         ("--speculative-tetris-capacity-tokens", "2.5", "must be a whole number"),

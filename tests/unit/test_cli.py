@@ -189,7 +189,7 @@ def test_everything_is_found_here(plugins):
     details = {finding.subject: finding.detail for finding in findings}
     assert details["sglang"] == "0.5.23, supported"
     assert details["attention backend"] == "torch_ragged"
-    assert details["arguments"] == "accepted: 6 tokens drafted per request, 4 per request verified"
+    assert details["arguments"] == "accepted: 6 tokens drafted per request, as many verified as pay"
     assert details["draft"] == "standalone, chains"
     assert "cores" in details["device"] and "portable CPU platform" in details["device"]
     for seam in ("add_cli_args", "_validate_one_request", "_add_speculative", "_verify_uses_greedy"):

@@ -41,11 +41,11 @@ def test_good_values(variables, field, expected):
     assert value == expected and type(value) is type(expected)
 
 
-@pytest.mark.parametrize(
-    "num_steps, per_request", [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (6, 4.0), (64, 62.0)]
-)
-def test_defaults(num_steps, per_request):
-    assert parse(num_steps) == TetrisConfig(num_steps, per_request, None, "tetris", False)
+@pytest.mark.parametrize("num_steps", [1, 6, 64])
+def test_by_default_the_capacity_sets_itself(num_steps):
+    assert parse(num_steps) == TetrisConfig(num_steps, None, None, "tetris", False)
+    assert parse(num_steps, **{PER_REQUEST: "auto"}) == parse(num_steps)
+    assert parse(num_steps, **{PER_REQUEST: "AUTO", TOKENS: "8"}).capacity_tokens == 8
 
 
 def test_the_two_forms_of_capacity_exclude_each_other():

@@ -35,6 +35,8 @@ class MissedTokens:
         )
         self.num_steps = 0
         """Steps without drafting since the last pass of the draft."""
+        self.most_steps = 0
+        """The longest such run so far: as many tokens may be missing at the end of a cached prefix."""
 
     @property
     def is_full(self) -> bool:
@@ -58,6 +60,7 @@ class MissedTokens:
         if self._states is not None:
             self._states[rows, self.num_steps] = window.hidden_states[:, 0].to(self._states.dtype)
         self.num_steps += 1
+        self.most_steps = max(self.most_steps, self.num_steps)
 
     def take(self, rows: Tensor) -> Window:
         """What the requests in these slots [batch] missed, [batch, num_steps]; counts may be 0. Forgets everything."""

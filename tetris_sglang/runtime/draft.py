@@ -15,6 +15,7 @@ passes take one token per request and branch. Differs from upstream (sglang/srt/
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -141,6 +142,7 @@ class ModelDraft:
             kv_loc_plan=kv_loc_plan,
         )
         forward_batch.return_logprob = False
+        self._redraft_prefixes(batch)
         self.draft_runner.forward(forward_batch)
         self._missed.forget_rows(batch.req_pool_indices)
 
@@ -228,8 +230,11 @@ class ModelDraft:
         if self.keeps_chains:
             window = window._replace(counts=None)
         places = self.locate(window.counts, batch.seq_lens, batch.req_pool_indices, depth)
-        first = self._plan_window(batch, window, places.window_positions, places.window_slots)
-        rest = self._plan_branches(batch, places) if depth > 1 else None
+        extra = 1 - self.shift
+        ends = batch.seq_lens + extra
+        ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
+        first = self._plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
+        rest = self._plan_branches(batch, places, ends, ends_cpu) if depth > 1 else None
         return self.run(first, rest, window, places, temperatures, depth, self._forward)
 
     def locate(self, counts: Tensor | None, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
@@ -316,35 +321,76 @@ class ModelDraft:
 
     def _catch_up(self, batch) -> None:
         """Write the draft's KV of the tokens before the window that steps without drafting emitted."""
-        missed = self._missed.take(batch.req_pool_indices)
+        change = 1 - self.shift - self.window_width
+        ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + change
+        self._write(batch, self._missed.take(batch.req_pool_indices), batch.seq_lens + change, ends_cpu)
+
+    def _redraft_prefixes(self, batch) -> None:
+        """Write the draft's KV of the ends of prefixes from the cache: their requests may have ended without drafting.
+
+        A head would need the target's states there, which nobody keeps.
+        """
+        most_missed = self._missed.most_steps
+        if self.reads_hidden_states or not most_missed:
+            return
+        prefix_lens = batch.prefix_lens
+        lens = [
+            # Of a long prompt's later pieces, the earlier ones are the prefix.
+            min(prefix_len, most_missed + self.window_width) if req.extend_batch_idx == 1 else 0
+            for req, prefix_len in zip(batch.reqs, prefix_lens, strict=True)
+        ]
+        if not any(lens):
+            return
+        tokens = torch.zeros((len(lens), max(lens)), dtype=torch.int64)
+        for row, (req, prefix_len, n) in enumerate(zip(batch.reqs, prefix_lens, lens, strict=True)):
+            if n:
+                tokens[row, -n:] = torch.tensor(req.get_fill_ids()[prefix_len - n : prefix_len])
+        device = batch.seq_lens.device
+        ends_cpu = torch.tensor(prefix_lens)
+        missed = Window(
+            tokens.to(device, non_blocking=True), torch.tensor(lens).to(device, non_blocking=True)
+        )
+        batch = copy.copy(batch)
+        batch.return_logprob = False
+        self._write(batch, missed, ends_cpu.to(device, non_blocking=True), ends_cpu)
+
+    def _write(self, batch, missed: Window, ends: Tensor, ends_cpu: Tensor | None) -> None:
+        """Write the draft's KV of the last tokens before `ends` [batch], the columns of `missed`; changes `batch`."""
         batch_size, num_missed = missed.tokens.shape
         table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices[:, None]
-        end = batch.seq_lens + 1 - self.shift - self.window_width
         width = max(1, _CATCH_UP_ROWS // batch_size)
         for start in range(0, num_missed, width):
             stop = min(start + width, num_missed)
-            before_end = torch.arange(num_missed - start, num_missed - stop, -1, device=end.device)
-            positions = (end[:, None] - before_end).clamp_(min=0)
+            before_end = torch.arange(num_missed - start, num_missed - stop, -1, device=ends.device)
+            positions = (ends[:, None] - before_end).clamp_(min=0)
             slots = table[rows, positions].to(torch.int64)
             slots = torch.where(before_end <= missed.counts[:, None], slots, 0)
+            states = missed.hidden_states
             part = Window(
-                missed.tokens[:, start:stop],
-                hidden_states=None if missed.hidden_states is None else missed.hidden_states[:, start:stop],
+                missed.tokens[:, start:stop], None, None if states is None else states[:, start:stop]
             )
-            behind = self.window_width + num_missed - stop
-            forward_batch = self._plan_window(batch, part, positions, slots, behind)
+            rest = num_missed - stop
+            forward_batch = self._plan_window(
+                batch, part, positions, slots, ends - rest, None if ends_cpu is None else ends_cpu - rest
+            )
             forward_batch.input_ids = part.tokens.reshape(-1)
             forward_batch.positions = positions.reshape(-1)
             forward_batch.out_cache_loc = slots.reshape(-1)
             self._forward(forward_batch, self.draft_runner.attn_backend)
 
     def _plan_window(
-        self, batch, window: Window, positions: Tensor, slots: Tensor, behind: int = 0
+        self,
+        batch,
+        window: Window,
+        positions: Tensor,
+        slots: Tensor,
+        ends: Tensor,
+        ends_cpu: Tensor | None,
     ) -> ForwardBatch:
         """Plan a pass over `window` at `positions` [batch, width], which writes to `slots` [batch, width].
 
         Args:
-            behind: tokens between the window's end and that of a step's own window.
+            ends: [batch], the draft's KV lengths after the pass, and the same on the host if it knows them.
         """
         batch_size, width = window.tokens.shape
         batch.input_ids = window.tokens.reshape(-1)
@@ -363,16 +409,20 @@ class ModelDraft:
         )
         forward_batch.return_logprob = False
         forward_batch.extend_seq_lens_cpu = [width] * batch_size
-        self._advance_lengths(forward_batch, behind)
-        if forward_batch.seq_lens_cpu is not None:
+        _set_lengths(forward_batch, ends, ends_cpu)
+        if ends_cpu is not None:
             # Below zero where a request is shorter than its window: the first rows are not real and see nothing.
             forward_batch.extend_prefix_lens_cpu = (forward_batch.seq_lens_cpu - width).tolist()
         self.draft_runner.attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
         return forward_batch
 
-    def _plan_branches(self, batch, places: Places) -> ForwardBatch:
-        """Plan the attention of all further passes at once, as SGLang's multi-step draft backends do."""
+    def _plan_branches(self, batch, places: Places, ends: Tensor, ends_cpu: Tensor | None) -> ForwardBatch:
+        """Plan the attention of all further passes at once, as SGLang's multi-step draft backends do.
+
+        Args:
+            ends: as in `_plan_window`.
+        """
         branches = self.topk
         batch.forward_mode = ForwardMode.DECODE
         batch.input_ids = None
@@ -389,23 +439,12 @@ class ModelDraft:
             return_hidden_states_before_norm=False,
         )
         forward_batch.return_logprob = False
-        self._advance_lengths(forward_batch)
+        _set_lengths(forward_batch, ends, ends_cpu)
         # FlashInfer's planner reads the lengths from here.
         forward_batch.positions = places.branch_positions.repeat_interleave(branches)
         self.draft_attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
         return forward_batch
-
-    def _advance_lengths(self, forward_batch: ForwardBatch, behind: int = 0) -> None:
-        """Count what the window writes."""
-        change = 1 - self.shift - behind
-        if change == 0:
-            return
-        # Behind the window a request may not reach back so far: none of its rows is real then.
-        forward_batch.seq_lens = (forward_batch.seq_lens + change).clamp_(min=1)
-        if forward_batch.seq_lens_cpu is not None:
-            forward_batch.seq_lens_cpu = (forward_batch.seq_lens_cpu + change).clamp_(min=1)
-            forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())
 
     def _capture_cuda_graphs(self) -> None:
         """Called by SGLang when pools and backends are ready: one graph for all passes of a step, not upstream's two."""
@@ -425,6 +464,14 @@ class HeadDraft(ModelDraft, EagleDraftWorker):
     """EAGLE, EAGLE3 and multi-token prediction: embedding (and output layer) of the target, and its hidden states."""
 
     shift = 1
+
+
+def _set_lengths(forward_batch: ForwardBatch, ends: Tensor, ends_cpu: Tensor | None) -> None:
+    """The KV lengths of a pass. A request that does not reach back to a window has no real row in it: any length does."""
+    forward_batch.seq_lens = ends.clamp(min=1)
+    if ends_cpu is not None:
+        forward_batch.seq_lens_cpu = ends_cpu.clamp(min=1)
+        forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())
 
 
 def most_likely(logits: Tensor, temperatures: Tensor, count: int) -> tuple[Tensor, Tensor]:
