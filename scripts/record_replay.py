@@ -65,7 +65,12 @@ def main(
             f"{name}: {len(lens)} requests, {len(accepted)} positions, {accepted.mean():.2f} of {depth} accepted, "
             f"{expected:.2f} expected"
         )
-    provenance = {"depth": depth, "new_tokens": new_tokens, "every": every, "python": platform.python_version()}
+    provenance = {
+        "depth": depth,
+        "new_tokens": new_tokens,
+        "every": every,
+        "python": platform.python_version(),
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(out, provenance=json.dumps(provenance), **arrays)
     print(f"{out}: {out.stat().st_size} bytes")
@@ -107,7 +112,9 @@ def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tens
         with torch.inference_mode():
             output = draft(
                 input_ids=torch.cat((tokens, chains.t().flatten()))[None],
-                position_ids=torch.cat((torch.arange(length), *(lens + above for above in range(level))))[None],
+                position_ids=torch.cat((torch.arange(length), *(lens + above for above in range(level))))[
+                    None
+                ],
                 attention_mask=bias[None, None],
                 use_cache=False,
             ).logits[0]

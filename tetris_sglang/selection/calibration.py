@@ -99,8 +99,9 @@ class Calibration:
 
     In each bin the correction is the difference in log-odds between the share accepted and the mean probability; between
     bin centres it is interpolated, beyond the last ones it is constant. A share is shrunk by `prior_strength`
-    pseudo-observations: a bin at one depth towards the same bin over all depths, that one towards the draft's own
-    probability. So deep levels, rarely reached, learn from shallow ones, and what was never seen stays as it is.
+    pseudo-observations: a bin at one depth towards the same bin over all depths, that one towards its neighbours, and those
+    towards the draft's own probability. So deep levels, rarely reached, learn from shallow ones, and scores that were never
+    selected learn from those that were.
 
     Args:
         max_depth: deepest draft, from 1.
@@ -122,9 +123,7 @@ class Calibration:
         refresh_every: int = 8,
     ) -> None:
         if max_depth < 1 or refresh_every < 1:
-            raise ValueError(
-                f"max_depth and refresh_every must be >= 1, got {max_depth} and {refresh_every}"
-            )
+            raise ValueError(f"max_depth and refresh_every must be >= 1, got {max_depth} and {refresh_every}")
         if not prior_strength > 0 or not 0 < decay <= 1:
             raise ValueError(
                 f"prior_strength must be above 0 and decay in (0, 1], got {prior_strength} and {decay}"
@@ -133,10 +132,17 @@ class Calibration:
         self.prior_strength, self.decay, self.refresh_every = prior_strength, decay, refresh_every
         self._calls = 0
         # Everything below is indexed by depth; row 0 is where nothing that counts goes.
-        self._centres = torch.arange(LOWEST_CENTRE, HIGHEST_CENTRE + 1, dtype=torch.float32, device=device)
-        self._centre_probs = self._centres.sigmoid()
-        self._edge_probs = (self._centres[1:] - 0.5).sigmoid()
-        self._sums = torch.zeros(4, (max_depth + 1) * NUM_BINS, device=device)
+        centres = torch.arange(LOWEST_CENTRE, HIGHEST_CENTRE + 1, dtype=torch.float32, device=device)
+        self._centre_probs = centres.sigmoid()
+        self._edge_probs = (centres[1:] - 0.5).sigmoid()
+        # Segments are looked up by probability, so they must meet where `apply` sees those probabilities: near 1 the
+        # rounding of a probability is a hundredth in log-odds.
+        self._centres = self._centre_probs.logit(_EPSILON)
+        self._widths = self._centres.diff()
+        # What an observation is worth to a bin that far away.
+        self._nearness = 0.25 ** (centres - centres[:, None]).double().abs()
+        # float64: the mean of probabilities near 1 must say how near.
+        self._sums = torch.zeros(4, (max_depth + 1) * NUM_BINS, dtype=torch.float64, device=device)
         """Reached, accepted, raw probability, calibrated probability: each [depth * NUM_BINS + bin]."""
         self._lines = torch.zeros((max_depth + 1) * (NUM_BINS + 1), 2, device=device)
         """Slope and intercept of the corrected log-odds; segment i ends at centre i, the last one has no end."""
@@ -159,8 +165,8 @@ class Calibration:
         """
         if isinstance(depths, int) and not 1 <= depths <= self.max_depth:
             raise ValueError(f"depth must be in 1..{self.max_depth}, got {depths}")
-        # A segment found beside a centre by rounding matters little: the lines meet there. NaN falls into the last one.
-        segments = torch.bucketize(probs, self._centre_probs) + depths * (NUM_BINS + 1)
+        # NaN falls into the last segment.
+        segments = torch.bucketize(probs.contiguous(), self._centre_probs) + depths * (NUM_BINS + 1)
         slopes, intercepts = torch.nn.functional.embedding(segments, self._lines).unbind(-1)
         log_odds = torch.addcmul(intercepts, slopes, probs.logit(_EPSILON))
         return log_odds.sigmoid_().nan_to_num_(nan=0.0)
@@ -177,9 +183,9 @@ class Calibration:
         """
         probs = probs.nan_to_num(nan=0.0, posinf=1.0, neginf=0.0)
         calibrated = self.apply(probs, depths)
-        cells = torch.bucketize(probs, self._edge_probs) + depths * NUM_BINS
+        cells = torch.bucketize(probs.contiguous(), self._edge_probs) + depths * NUM_BINS
         cells = cells.where(reached, 0).flatten()
-        observed = torch.stack((reached, accepted, probs, calibrated)).flatten(1)
+        observed = torch.stack((reached, accepted, probs, calibrated)).flatten(1).double()
         # By the number observed, not by calls: the memory is then as long with 1 running request as with 64, measured in
         # evidence, and idle steps forget nothing. One rate for all bins: what is seen rarely gets old, too.
         self._sums.mul_(self._decay ** reached.sum())
@@ -193,21 +199,16 @@ class Calibration:
 
         Sync: none; CUDA-graph safe.
         """
-        # [depth, bin]
-        count, accepted, total = self._sums[:3].view(3, -1, NUM_BINS)[:, 1:]
-        all_count, all_accepted, all_total = self._sums[:3].view(3, -1, NUM_BINS)[:, 1:].sum(dim=1)
-        raw = self._mean_log_odds(all_count, all_total)
-        pooled = self._shrink(all_count, all_accepted, raw) - raw
-        raw = self._mean_log_odds(count, total)
-        levels = self._centres + self._shrink(count, accepted, raw + pooled) - raw
-        # Noise may order two bins wrongly. Raising the later one and lowering the earlier one are both monotone, and so
-        # is their mean, which errs to neither side.
-        raised = levels.cummax(dim=1).values
-        lowered = levels.flip(1).cummin(dim=1).values.flip(1)
-        levels = torch.lerp(raised, lowered, 0.5)
+        # [depth, bin]; from the widest evidence to a cell's own.
+        count, accepted, total = sums = self._sums[:3].view(3, -1, NUM_BINS)[:, 1:]
+        pooled = sums.sum(dim=1)
+        correction = self._correct(*(pooled @ self._nearness), 0.0)
+        correction = self._correct(*pooled, correction)
+        correction = self._correct(count, accepted, total, correction)
+        levels = _make_monotone(self._centres + correction, count + self.prior_strength)
         slopes = self._lines[:, 0].view(-1, NUM_BINS + 1)[1:]
         intercepts = self._lines[:, 1].view(-1, NUM_BINS + 1)[1:]
-        torch.sub(levels[:, 1:], levels[:, :-1], out=slopes[:, 1:-1])
+        torch.div(levels.diff(dim=1), self._widths, out=slopes[:, 1:-1])
         torch.addcmul(levels, slopes[:, :-1], self._centres, value=-1, out=intercepts[:, :-1])
         torch.sub(levels[:, -1], self._centres[-1], out=intercepts[:, -1])
 
@@ -216,7 +217,7 @@ class Calibration:
 
         Sync: copies to the host.
         """
-        sums = self._sums.view(4, -1, NUM_BINS)[:, 1:].double().cpu()
+        sums = self._sums.view(4, -1, NUM_BINS)[:, 1:].cpu()
         bins = []
         for depth, centre in (sums[0] > 0).nonzero().tolist():
             count, accepted, raw, calibrated = sums[:, depth, centre].tolist()
@@ -237,14 +238,23 @@ class Calibration:
             raw_error=sum(cell.count * abs(cell.raw - cell.observed) for cell in bins) / weight,
         )
 
-    def _mean_log_odds(self, count: Tensor, total: Tensor) -> Tensor:
-        """Of a bin's mean probability; of its centre where nothing was counted."""
-        # The centre as a thousandth of an observation: nothing is divided by zero, and no branch is needed.
-        return torch.add(total, self._centre_probs, alpha=1e-3).div_(count + 1e-3).logit_(_EPSILON)
+    def _correct(self, count: Tensor, accepted: Tensor, total: Tensor, prior: Tensor | float) -> Tensor:
+        """Log-odds of the share accepted, shrunk towards the prior correction, less those of the mean probability."""
+        # The centre as a thousandth of an observation: where nothing was counted it is the mean, without a branch.
+        mean = torch.add(total, self._centre_probs, alpha=1e-3).div_(count + 1e-3).logit_(_EPSILON)
+        believed = (mean + prior).sigmoid_()
+        share = torch.add(accepted, believed, alpha=self.prior_strength).div_(count + self.prior_strength)
+        return share.logit_(_EPSILON).sub_(mean)
 
-    def _shrink(self, count: Tensor, accepted: Tensor, prior: Tensor) -> Tensor:
-        """Log-odds of the share accepted, with pseudo-observations at the prior's log-odds."""
-        share = torch.add(accepted, prior.sigmoid(), alpha=self.prior_strength).div_(
-            count + self.prior_strength
-        )
-        return share.logit_(_EPSILON)
+
+def _make_monotone(levels: Tensor, weights: Tensor) -> Tensor:
+    """The non-decreasing rows that are nearest to levels [depth, bin] float64 in weighted squares (isotonic regression).
+
+    Entry b is the largest over i <= b of the smallest over j >= b of the weighted means of i..j. Where noise orders two bins
+    wrongly, the one that has seen more has more of a say.
+    """
+    sums = torch.nn.functional.pad(torch.stack((levels * weights, weights)).cumsum(dim=2), (1, 0))
+    # [depth, i, j]; what stands at j < i is never looked at.
+    tops, bottoms = sums[:, :, None, 1:] - sums[:, :, :-1, None]
+    smallest = (tops / bottoms).flip(2).cummin(dim=2).values.flip(2)
+    return smallest.cummax(dim=1).values.diagonal(dim1=1, dim2=2)
