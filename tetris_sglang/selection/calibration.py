@@ -250,11 +250,12 @@ class Calibration:
 def _make_monotone(levels: Tensor, weights: Tensor) -> Tensor:
     """The non-decreasing rows that are nearest to levels [depth, bin] float64 in weighted squares (isotonic regression).
 
-    Entry b is the largest over i <= b of the smallest over j >= b of the weighted means of i..j. Where noise orders two bins
+    Entry b is the smallest over j >= b of the largest over i <= b of the weighted means of i..j. Where noise orders two bins
     wrongly, the one that has seen more has more of a say.
     """
     sums = torch.nn.functional.pad(torch.stack((levels * weights, weights)).cumsum(dim=2), (1, 0))
-    # [depth, i, j]; what stands at j < i is never looked at.
+    # [depth, i, j]; a range that ends before it begins (j < i) has no mean. Row b of `largest` is the one that b looks at.
     tops, bottoms = sums[:, :, None, 1:] - sums[:, :, :-1, None]
-    smallest = (tops / bottoms).flip(2).cummin(dim=2).values.flip(2)
-    return smallest.cummax(dim=1).values.diagonal(dim1=1, dim2=2)
+    largest = (tops / bottoms).cummax(dim=1).values
+    bins = torch.arange(levels.shape[1], device=levels.device)
+    return largest.masked_fill_(bins < bins[:, None], torch.inf).amin(dim=2)
