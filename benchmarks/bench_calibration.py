@@ -26,7 +26,7 @@ from tetris_sglang.selection import Calibration, chain_outcomes, select_prefixes
 BATCHES = [1, 16, 64, 256, 1024]
 RESULT = ROOT / "benchmarks/results/calibration.json"
 TIMED = ["tetris_sglang/selection", "benchmarks/bench_calibration.py"]
-PARTS = ["apply_level", "apply_all", "outcomes", "observe", "refresh", "select", "copy"]
+PARTS = ["apply_level", "apply_all", "outcomes", "observe", "refresh", "select"]
 
 
 def main(
@@ -118,7 +118,7 @@ def draw_table(results: list[dict], depth: int, step_ms: float | None) -> Table:
     if step_ms is not None:
         table.add_column(f"of {step_ms:g} ms")
     for column in table.columns:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for result in results:
         cells = [draw_ratio(result[f"{name}_us"]) for name in [*PARTS, "step"]]
         share = [] if step_ms is None else [f"{result['step_share']:.2%}"]

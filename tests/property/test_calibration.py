@@ -44,12 +44,12 @@ def taught(seed: int, passes: int = 12, **kwargs) -> Calibration:
     generator = torch.Generator().manual_seed(seed)
     calibration = Calibration(DEPTH, **kwargs)
     for _ in range(passes):
-        calibration.observe(*_in_order(random_pass(generator, 16)))
+        calibration.observe(*in_order(random_pass(generator, 16)))
     calibration.refresh()
     return calibration
 
 
-def _in_order(one_pass):
+def in_order(one_pass):
     probs, reached, accepted = one_pass
     return probs, DEPTHS, reached, accepted
 
@@ -104,6 +104,8 @@ def test_what_was_not_reached_does_not_matter(seed):
             torch.rand(6, DEPTH, generator=generator) < 0.8, math.nan
         )
         other.observe(probs.where(reached, noise), DEPTHS, reached, accepted)
+    one.refresh()
+    other.refresh()
     probe = random_probs(generator, 50, DEPTH)
     assert torch.equal(one.apply(probe, DEPTHS), other.apply(probe, DEPTHS))
     assert one.reliability() == other.reliability()
@@ -115,10 +117,12 @@ def test_order_within_a_pass_does_not_matter(seed):
     one, other = Calibration(DEPTH, decay=0.99), Calibration(DEPTH, decay=0.99)
     for _ in range(8):
         one_pass = random_pass(generator, 6)
-        one.observe(*_in_order(one_pass))
+        one.observe(*in_order(one_pass))
         order = torch.randperm(6 * DEPTH, generator=generator)
         probs, reached, accepted = (t.flatten()[order][None] for t in one_pass)
         other.observe(probs, DEPTHS.repeat(6)[order], reached, accepted)
+    one.refresh()
+    other.refresh()
     probe = random_probs(generator, 50, DEPTH)
     assert torch.allclose(one.apply(probe, DEPTHS), other.apply(probe, DEPTHS), atol=1e-5)
 
@@ -129,9 +133,10 @@ def test_without_decay_passes_add_up(seed):
     passes = [random_pass(generator, 5) for _ in range(8)]
     one, other = Calibration(DEPTH, decay=1.0), Calibration(DEPTH, decay=1.0)
     for one_pass in passes:
-        one.observe(*_in_order(one_pass))
+        one.observe(*in_order(one_pass))
+    one.refresh()
     together = (torch.cat(parts) for parts in zip(*passes, strict=True))
-    other.observe(*_in_order(together))
+    other.observe(*in_order(together))
     other.refresh()
     probe = random_probs(generator, 50, DEPTH)
     assert torch.allclose(one.apply(probe, DEPTHS), other.apply(probe, DEPTHS), atol=1e-5)
