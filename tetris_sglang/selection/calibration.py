@@ -39,7 +39,7 @@ def chain_outcomes(accept_lens: Tensor, draft_lens: Tensor, max_draft: int) -> O
     Sync: none; CUDA-graph safe.
     Example: accept_lens [1], draft_lens [3], max_draft 4 -> reached [[T, T, F, F]], accepted [[T, F, F, F]]
     """
-    columns = torch.arange(max_draft, device=accept_lens.device)
+    columns = torch.arange(max_draft, dtype=accept_lens.dtype, device=accept_lens.device)
     judged = torch.minimum(accept_lens + 1, draft_lens)
     return Outcomes(columns < judged[:, None], columns < accept_lens[:, None])
 
@@ -61,11 +61,11 @@ def tree_outcomes(path: Tensor, accept_lens: Tensor, draft_lens: Tensor, parents
     """
     batch, width = parents.shape
     device = parents.device
-    steps = torch.arange(path.shape[1], device=device)
+    steps = torch.arange(path.shape[1], dtype=accept_lens.dtype, device=device)
     # Surplus entries become the root, which is on every path.
     columns = path.where(steps <= accept_lens[:, None], 0)
     on_path = torch.zeros(batch, width, dtype=torch.bool, device=device).scatter_(1, columns, True)
-    verified = torch.arange(width, device=device) <= draft_lens[:, None]
+    verified = torch.arange(width, dtype=draft_lens.dtype, device=device) <= draft_lens[:, None]
     return Outcomes((verified & on_path.gather(1, parents))[:, 1:], on_path[:, 1:])
 
 
