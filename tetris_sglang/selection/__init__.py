@@ -1,4 +1,4 @@
-"""Which draft tokens a step verifies: survivals, TETRIS's selection, and baselines."""
+"""Which draft tokens a step verifies: survivals, their calibration, TETRIS's selection, and baselines."""
 
 from typing import Protocol
 
@@ -7,12 +7,25 @@ from torch import Tensor
 
 from tetris_sglang.selection.baselines import select_oracle, select_random, select_uniform
 from tetris_sglang.selection.batched import select_prefixes
+from tetris_sglang.selection.calibration import (
+    Calibration,
+    Outcomes,
+    Reliability,
+    ReliabilityBin,
+    chain_outcomes,
+    tree_outcomes,
+)
 from tetris_sglang.selection.reference import select_prefixes_reference
 from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_probs
 
 __all__ = [
     "SMALLEST_SURVIVAL",
+    "Calibration",
+    "Outcomes",
+    "Reliability",
+    "ReliabilityBin",
     "Selector",
+    "chain_outcomes",
     "get_selector",
     "select_oracle",
     "select_prefixes",
@@ -20,6 +33,7 @@ __all__ = [
     "select_random",
     "select_uniform",
     "survival_from_probs",
+    "tree_outcomes",
 ]
 
 

@@ -1,0 +1,172 @@
+#!/usr/bin/env python
+"""Record what drafts believe and what the target accepts, to replay selection without models.
+
+    python scripts/record_replay.py        # the shipped pair; writes tests/data/replay.npz
+
+The target continues prompts greedily, so the text that a request ends up with does not depend on what is drafted or
+verified. At *every* position of it D tokens are drafted, whether or not a step of some run would begin there: a replay can
+then take any steps. Traces:
+
+- `standalone`: the pair's draft model, its most likely tokens;
+- `overconfident`: the same tokens, with probabilities as at temperature 1 / 3: right order within a position's
+  vocabulary, far too sure;
+- `ngram`: n-grams of the request's own text;
+- `ngram_human`: the same on Python sources as people wrote them, held out from the pair's training, as if a target
+  that writes like them were serving. The pair's target repeats itself much more than large models do.
+"""
+
+import json
+import platform
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from fit_ngram import PAIR, Text, write_texts
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tetris_sglang.drafting import propose_by_lookup
+
+OUT = Path(__file__).resolve().parent.parent / "tests/data/replay.npz"
+SHARPEN = 3.0
+# float32 probabilities do not come closer to 1.
+LARGEST_LOGIT = 16.6
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="where to write the traces")] = OUT,
+    every: Annotated[int, typer.Option(min=1, help="use every so many-th prompt")] = 1,
+    new_tokens: Annotated[int, typer.Option(min=1, help="tokens written per prompt")] = 96,
+    depth: Annotated[int, typer.Option(min=1, help="D, tokens drafted per position")] = 6,
+) -> None:
+    torch.set_num_threads(1)
+    written = write_texts(PAIR / "target", PAIR / "prompts.jsonl", new_tokens)[::every]
+    draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).eval()
+    by_model = [draft_by_model(draft, text, depth) for text in written if count_positions(text, depth) > 0]
+    traces = {
+        "standalone": [(logits, accepted) for logits, _, accepted in by_model],
+        "overconfident": [(sharp, accepted) for _, sharp, accepted in by_model],
+        "ngram": draft_by_ngrams(written, depth),
+        "ngram_human": draft_by_ngrams(read_sources(), depth),
+    }
+    arrays = {}
+    for name, requests in traces.items():
+        lens = [len(accepted) for _, accepted in requests]
+        arrays[f"{name}_logits"] = torch.cat([logits for logits, _ in requests]).to(torch.float16).numpy()
+        arrays[f"{name}_accepted"] = torch.cat([a for _, a in requests]).to(torch.uint8).numpy()
+        arrays[f"{name}_starts"] = np.cumsum([0, *lens], dtype=np.int32)
+        accepted = arrays[f"{name}_accepted"]
+        expected = torch.cat([logits for logits, _ in requests]).sigmoid().cumprod(dim=1).sum(dim=1).mean()
+        print(
+            f"{name}: {len(lens)} requests, {len(accepted)} positions, {accepted.mean():.2f} of {depth} accepted, "
+            f"{expected:.2f} expected"
+        )
+    provenance = {
+        "depth": depth,
+        "new_tokens": new_tokens,
+        "every": every,
+        "python": platform.python_version(),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(out, provenance=json.dumps(provenance), **arrays)
+    print(f"{out}: {out.stat().st_size} bytes")
+
+
+def count_positions(text: Text, depth: int) -> int:
+    """Positions after the first written token with D more known after them."""
+    return max(0, len(text.tokens) - depth - text.prompt_len)
+
+
+def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft at every position at once, a pass per level.
+
+    A pass reads the text and behind it all that is drafted so far, level by level; a drafted token sees the text up to its
+    position and the tokens before it on its own chain.
+
+    Returns:
+        logits: [positions, depth] float32, logit of the probability of each drafted token given those before it.
+        sharp: the same with the model's logits times SHARPEN.
+        accepted: [positions] int64, drafted tokens that equal the text.
+    """
+    tokens = torch.tensor(text.tokens)
+    length, positions = len(tokens), count_positions(text, depth)
+    lens = torch.arange(positions) + text.prompt_len + 1
+    chains, logits, sharp = tokens.new_empty(positions, 0), [], []
+    for level in range(depth):
+        drafted = level * positions
+        size = length + drafted
+        sees = torch.ones(size, size, dtype=torch.bool).tril_()
+        sees[length:] = False
+        for above in range(level):
+            rows = slice(length + above * positions, length + (above + 1) * positions)
+            sees[rows, :length] = torch.arange(length) < lens[:, None]
+            for before in range(above + 1):
+                sees[rows, length + before * positions : length + (before + 1) * positions] = torch.eye(
+                    positions, dtype=torch.bool
+                )
+        bias = torch.zeros(size, size).masked_fill_(~sees, torch.finfo(torch.float32).min)
+        with torch.inference_mode():
+            output = draft(
+                input_ids=torch.cat((tokens, chains.t().flatten()))[None],
+                position_ids=torch.cat((torch.arange(length), *(lens + above for above in range(level))))[
+                    None
+                ],
+                attention_mask=bias[None, None],
+                use_cache=False,
+            ).logits[0]
+        rows = output[-positions:] if level else output[lens - 1]
+        chosen = rows.argmax(dim=1)
+        chains = torch.cat((chains, chosen[:, None]), dim=1)
+        logits.append(logit_of(rows, chosen))
+        sharp.append(logit_of(rows * SHARPEN, chosen))
+    truth = tokens[lens[:, None] + torch.arange(depth)]
+    accepted = (chains == truth).cumprod(dim=1).sum(dim=1)
+    return torch.stack(logits, dim=1), torch.stack(sharp, dim=1), accepted
+
+
+def logit_of(rows: Tensor, chosen: Tensor) -> Tensor:
+    """logit(softmax(rows)[chosen]), exact where the probability rounds to 1."""
+    mine = rows.gather(1, chosen[:, None])
+    others = rows.scatter(1, chosen[:, None], -torch.inf).logsumexp(dim=1)
+    return (mine.squeeze(1) - others).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+
+
+def draft_by_ngrams(texts: Iterable[Text], depth: int) -> list[tuple[Tensor, Tensor]]:
+    """As `draft_by_model`, by n-grams of each text: (logits, accepted) per text."""
+    requests = []
+    for text in texts:
+        positions = count_positions(text, depth)
+        if positions == 0:
+            continue
+        history = torch.tensor([text.tokens], dtype=torch.int32)
+        lens = torch.arange(positions) + text.prompt_len + 1
+        found = propose_by_lookup(history, torch.zeros_like(lens), lens, depth=depth)
+        truth = history[0, lens[:, None] + torch.arange(depth)]
+        accepted = (found.tokens[:, 0] == truth).cumprod(dim=1).sum(dim=1)
+        requests.append((found.probs[:, 0].logit(), accepted))
+    return requests
+
+
+def read_sources(prompt_len: int = 256, new_tokens: int = 160, windows: int = 3) -> list[Text]:
+    """Stretches of the held-out sources that the prompts come from, as the running Python has them."""
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    rows = [json.loads(line) for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    library = Path(sysconfig.get_path("stdlib"))
+    texts = []
+    for source in sorted({row["source"] for row in rows}):
+        path = library / source
+        if not path.is_file():
+            continue
+        tokens = tokenizer(path.read_text(encoding="utf-8")).input_ids
+        size = prompt_len + new_tokens
+        for start in range(0, min(len(tokens), windows * size) - size + 1, size):
+            texts.append(Text("human", tokens[start : start + size], prompt_len))
+    return texts
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,144 @@
+"""Calibration on recorded drafts: what it does to selection, learned while replaying from nothing but what was verified."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tetris_sglang.selection import select_prefixes, survival_from_probs
+from tetris_sglang.selection.calibration import Calibration, Reliability, chain_outcomes
+
+# See scripts/record_replay.py.
+TRACES = Path(__file__).resolve().parents[1] / "data/replay.npz"
+SLOTS = 16
+CAPACITY_PER_REQUEST = 2
+SEEDS = range(2)
+
+
+class Request(NamedTuple):
+    probs: Tensor
+    """[positions, depth] float32."""
+    accepted: Tensor
+    """[positions] int64, if all were verified."""
+
+
+class Result(NamedTuple):
+    accepted_per_step: float
+    """Of a request and step."""
+    expected_per_step: float
+    """The sum of the selected drafts' survivals."""
+    reliability: list[Reliability]
+
+
+@cache
+def load(name: str) -> list[Request]:
+    with np.load(TRACES) as arrays:
+        probs = torch.from_numpy(arrays[f"{name}_logits"]).float().sigmoid()
+        accepted = torch.from_numpy(arrays[f"{name}_accepted"]).long()
+        lens = np.diff(arrays[f"{name}_starts"]).tolist()
+    return [Request(*parts) for parts in zip(probs.split(lens), accepted.split(lens), strict=True)]
+
+
+def replay(names: list[str], calibrate: bool, seed: int) -> Result:
+    """Serve all requests of the traces, each trace in its share of the slots, until one of them has none waiting."""
+    share = SLOTS // len(names)
+    waiting: list[Iterator[Request]] = []
+    for name in names:
+        requests = load(name)
+        order = torch.randperm(len(requests), generator=torch.Generator().manual_seed(seed)).tolist()
+        waiting.append(iter([requests[i] for i in order]))
+    running = [next(waiting[slot // share]) for slot in range(SLOTS)]
+    positions = [0] * SLOTS
+    depth = running[0].probs.shape[1]
+    depths = torch.arange(1, depth + 1)
+    calibrations = [Calibration(depth) for _ in names]
+    accepted_total = expected_total = steps = 0.0
+    while True:
+        raw = torch.stack([running[slot].probs[positions[slot]] for slot in range(SLOTS)])
+        acceptable = torch.stack([running[slot].accepted[positions[slot]] for slot in range(SLOTS)])
+        probs = raw
+        if calibrate:
+            kinds = zip(calibrations, raw.split(share), strict=True)
+            probs = torch.cat([calibration.apply(rows, depths) for calibration, rows in kinds])
+        survival = survival_from_probs(probs)
+        draft_lens = select_prefixes(survival, CAPACITY_PER_REQUEST * SLOTS)
+        accept_lens = torch.minimum(acceptable, draft_lens)
+        outcomes = chain_outcomes(accept_lens, draft_lens, depth)
+        parts = zip(*(t.split(share) for t in (raw, *outcomes)), strict=True)
+        for calibration, (rows, reached, accepted) in zip(calibrations, parts, strict=True):
+            calibration.observe(rows, depths, reached, accepted)
+        steps += SLOTS
+        accepted_total += int(accept_lens.sum())
+        expected_total += float(survival[torch.arange(depth) < draft_lens[:, None]].sum())
+        for slot, accept_len in enumerate(accept_lens.tolist()):
+            positions[slot] += accept_len + 1
+            if positions[slot] >= len(running[slot].accepted):
+                request = next(waiting[slot // share], None)
+                if request is None:
+                    return Result(
+                        accepted_total / steps,
+                        expected_total / steps,
+                        [calibration.reliability() for calibration in calibrations],
+                    )
+                running[slot], positions[slot] = request, 0
+
+
+class Comparison(NamedTuple):
+    """Means over the seeds, with the draft's own probabilities and with calibrated ones."""
+
+    accepted: tuple[float, float]
+    off: tuple[float, float]
+    """How far the expected number of accepted tokens is from the accepted one, relative to the latter."""
+    gains: list[float]
+    """Calibrated over raw accepted tokens - 1, per seed."""
+    reliability: list[Reliability]
+    """Per trace, from the last seed; its raw error is that of what calibrated selection has reached."""
+
+
+@cache
+def compare(*names: str) -> Comparison:
+    runs = [[replay(list(names), calibrate, seed) for seed in SEEDS] for calibrate in (False, True)]
+    raw, calibrated = ([run.accepted_per_step for run in side] for side in runs)
+    accepted, expected = (
+        [sum(run[field] for run in side) / len(SEEDS) for side in runs] for field in range(2)
+    )
+    return Comparison(
+        tuple(accepted),
+        tuple(abs(e / a - 1) for e, a in zip(expected, accepted, strict=True)),
+        [its / own - 1 for its, own in zip(calibrated, raw, strict=True)],
+        runs[1][-1].reliability,
+    )
+
+
+@pytest.mark.parametrize("name", ["standalone", "overconfident", "ngram", "ngram_human"])
+def test_one_kind_of_draft_loses_nothing_and_knows_what_to_expect(name):
+    found = compare(name)
+    assert found.accepted[1] > 0.99 * found.accepted[0]
+    assert found.off[1] < 0.13
+    (reliability,) = found.reliability
+    assert reliability.error < 0.03
+    # The n-grams' constants were fitted on texts of this target: little is left to learn there.
+    if name != "ngram":
+        assert found.off[1] < found.off[0] / 3
+        assert reliability.error < reliability.raw_error / 3
+    else:
+        assert found.off[1] < found.off[0]
+
+
+def test_a_draft_that_is_unsure_in_the_wrong_places_gains():
+    """Order within one batch changes where the error depends on depth and score."""
+    assert min(compare("standalone").gains) > 0
+    assert min(compare("ngram_human").gains) > 0
+
+
+@pytest.mark.parametrize("other", ["ngram", "ngram_human", "overconfident"])
+def test_drafts_of_two_kinds_in_one_batch_share_capacity_better(other):
+    """The draft model is too modest about greedy acceptance, the other draft too sure: raw scores do not compare."""
+    found = compare("standalone", other)
+    assert min(found.gains) > 0.05
+    assert found.off[1] < found.off[0] / 3
