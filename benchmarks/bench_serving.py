@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,8 +47,9 @@ from tetris_sglang.server_process import ServerProcess, start_all
 
 PAIR = REPOSITORY / "benchmarks" / "pair"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "serving.json"
-FAMILIES = (REFERENCE, "standalone", "tetris", "uniform", "random")
-DRAFTS = ("standalone", "eagle", "eagle3", "ngram")
+FAMILIES = (REFERENCE, "standalone", "tetris", "uniform", "random", "auto")
+DRAFTS = ("standalone", "eagle", "eagle3", "ngram", "perfect", "useless")
+"""perfect: the target before it was inflated. useless: the shipped draft as sure as ever, its tokens mixed up."""
 SERVER_GIB = 2.7  # a server's three processes without an accelerator
 START_TIMEOUT_S = 600.0
 WAVES = 2
@@ -80,13 +82,22 @@ class Arm:
             return REFERENCE
         if self.draft == "standalone":
             name = self.family
+        elif self.family == "standalone" and self.algorithm != "STANDALONE":
+            name = self.algorithm
         else:
-            name = self.draft.upper() if self.family == "standalone" else f"{self.family} {self.draft}"
+            name = f"{self.family} {self.draft}"
         if self.topk > 1:
             name += f" topk={self.topk}"
+        if self.family == "auto":
+            return f"{name} D={self.num_steps}"
         if self.capacity_tokens:
             return f"{name} C={self.capacity_tokens}, D={self.num_steps}"
         return f"{name} k={self.k}" + (f"+{self.extra}" if self.extra else "")
+
+    @property
+    def algorithm(self) -> str:
+        """SGLang's own with this draft."""
+        return "STANDALONE" if self.draft in ("perfect", "useless") else self.draft.upper()
 
     def flags(self, draft: Path | None, phase_times: bool) -> list[str]:
         """Server flags beyond the model's.
@@ -100,15 +111,17 @@ class Arm:
             *(("--speculative-draft-model-path", str(draft)) if draft else ()),
             *("--speculative-num-steps", str(self.num_steps or self.k + self.extra)),
         ]
-        if self.topk > 1:
+        if self.topk > 1 and self.family != "auto":
             num_draft_tokens = self.k + self.extra + 1
             drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
         if self.family == "standalone":
             chain = ("--speculative-num-draft-tokens", str(self.k + 1)) if self.topk == 1 else ()
             branches = ("--speculative-eagle-topk", str(self.topk)) if self.draft != "ngram" else ()
-            return ["--speculative-algorithm", self.draft.upper(), *drafting, *branches, *chain]
+            return ["--speculative-algorithm", self.algorithm, *drafting, *branches, *chain]
         if self.topk > 1:
             drafting += ["--speculative-eagle-topk", str(self.topk)]
+        if self.family == "auto":
+            return ["--speculative-algorithm", "TETRIS", *drafting]
         return [
             *("--speculative-algorithm", "TETRIS", *drafting),
             *(
@@ -164,9 +177,11 @@ class Settings:
                 continue
             if "standalone" in self.families and not (draft == "ngram" and topk > 1):
                 arms.append(Arm("standalone", k, num_steps=depth, draft=draft, topk=topk))
-            for extra, family in product(self.extra, FAMILIES[2:]):
+            for extra, family in product(self.extra, ("tetris", "uniform", "random")):
                 if family in self.families:
                     arms.append(Arm(family, k, extra, num_steps=depth, draft=draft, topk=topk))
+        for draft, topk in product(self.drafts, self.topk if "auto" in self.families else ()):
+            arms.append(Arm("auto", num_steps=self.num_steps, draft=draft, topk=topk))
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):
             arms.append(Arm("tetris", capacity_tokens=tokens, num_steps=self.num_steps, draft=draft))
         return arms
@@ -612,6 +627,22 @@ def check_memory(num_servers: int, meminfo: Path = Path("/proc/meminfo")) -> Non
         )
 
 
+def make_useless(draft: Path, out: Path) -> Path:
+    """The draft with its output tokens permuted: as sure of its tokens as before, and wrong."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(draft, out)
+    weights = load_file(out / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    order = torch.randperm(len(embedding), generator=torch.Generator().manual_seed(0))
+    weights["lm_head.weight"] = embedding[order].contiguous()
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
 # -- command line --------------------------------------------------------------------------------------------
 
 QUICK = {
@@ -717,7 +748,7 @@ def main(
         ),
     ] = None,
     num_steps: Annotated[
-        int, typer.Option(help="Drafts per request in those arms; levels of draft trees.")
+        int, typer.Option(help="Drafts per request in those arms and in auto; levels of draft trees.")
     ] = 6,
     concurrency: Annotated[str, typer.Option(help="Requests in flight.")] = "1,4,16",
     temperature: Annotated[str | None, typer.Option(help="0 is greedy.")] = None,
@@ -774,6 +805,10 @@ def main(
             if settings.draft_shape:
                 draft = ensure_inflated(draft, settings.draft_shape, dtype)
             paths: dict[str, Path | None] = {"standalone": draft, "ngram": None}
+            if "perfect" in settings.drafts:
+                paths["perfect"] = pair / "target"
+            if "useless" in settings.drafts:
+                paths["useless"] = make_useless(draft, Path(folder) / "useless-draft")
             for head in set(settings.drafts) & {"eagle", "eagle3"}:
                 # A head reads the target's states: it has the target's width.
                 paths[head] = ensure_inflated(pair / head, settings.shape, dtype)

@@ -159,7 +159,7 @@ def _describe(config: TetrisConfig) -> str:
         capacity = f"{config.capacity_per_request:g} per request verified"
     else:
         capacity = "as many verified as pay"
-    return f"{config.num_steps} tokens drafted per request, {capacity} verified"
+    return f"{config.num_steps} tokens drafted per request, {capacity}"
 
 
 # -- with SGLang imported -----------------------------------------------------------------------------------------

@@ -137,6 +137,12 @@ SETTINGS: tuple[Setting, ...] = (
         "uniform (the same number per request) or random. The latter two are baselines for comparisons.",
     ),
     Setting(
+        "calibration",
+        _parse_bool,
+        "BOOLEAN",
+        "TETRIS: correct the draft's probabilities by what was accepted, per depth and score, while serving. Default: on.",
+    ),
+    Setting(
         "draft",
         _parse_draft,
         "KIND",
@@ -176,6 +182,7 @@ class TetrisConfig:
     capacity_per_request: float | None
     capacity_tokens: int | None
     selection: str = "tetris"
+    calibration: bool = True
     phase_times: bool = False
     verify_plan: str = "device"
     draft: str = "auto"

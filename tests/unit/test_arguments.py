@@ -87,7 +87,7 @@ def test_flags_reach_the_configuration(parser, environment):
             "--speculative-tetris-selection=uniform",
         ]
     )
-    assert TetrisConfig.from_environment(4, environment) == TetrisConfig(4, None, 7, "uniform", False)
+    assert TetrisConfig.from_environment(4, environment) == TetrisConfig(4, None, 7, "uniform")
     assert ServerArgs.from_cli_args(namespace).model_path == "m"
 
 

@@ -43,7 +43,7 @@ def test_good_values(variables, field, expected):
 
 @pytest.mark.parametrize("num_steps", [1, 6, 64])
 def test_by_default_the_capacity_sets_itself(num_steps):
-    assert parse(num_steps) == TetrisConfig(num_steps, None, None, "tetris", False)
+    assert parse(num_steps) == TetrisConfig(num_steps, None, None, "tetris", calibration=True)
     assert parse(num_steps, **{PER_REQUEST: "auto"}) == parse(num_steps)
     assert parse(num_steps, **{PER_REQUEST: "AUTO", TOKENS: "8"}).capacity_tokens == 8
 
@@ -70,7 +70,7 @@ BAD_VALUES = [
     (variable, text, rule)
     for variable, rule, texts in (
         (PER_REQUEST, "finite number above 0", ("0", "0.0", "-1", "-0.5", "nan", "inf", "-inf", "1e400")),
-        (PER_REQUEST, "must be a number", ("many", "2,5", "two", " ")),
+        (PER_REQUEST, "must be auto or a finite number above 0", ("many", "2,5", "two", " ")),
         (TOKENS, "whole number above 0", ("0", "-8")),
         (TOKENS, "must be a whole number", ("2.5", "nan", "inf", "1e3", "many", " ")),
         (SELECTION, "one of tetris, uniform, random", ("best", "TETRIS", "0")),
@@ -161,7 +161,9 @@ def test_engine_arguments_are_moved_into_the_environment():
     }
     export_arguments(arguments, environment)
     assert arguments == {"model_path": "m", "speculative_num_steps": 4}
-    assert TetrisConfig.from_environment(4, environment) == TetrisConfig(4, 2.5, None, "tetris", True)
+    assert TetrisConfig.from_environment(4, environment) == TetrisConfig(
+        4, 2.5, None, "tetris", phase_times=True
+    )
 
 
 def test_engine_argument_wins_over_the_variable():

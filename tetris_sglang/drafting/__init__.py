@@ -17,6 +17,7 @@ from tetris_sglang.drafting.ngram_reference import (
     propose_by_lookup_reference,
 )
 from tetris_sglang.drafting.proposal import (
+    Calibrate,
     Grid,
     Proposal,
     TreeShape,
@@ -24,11 +25,13 @@ from tetris_sglang.drafting.proposal import (
     count_nodes,
     make_grid,
     merge_branches,
+    trust,
 )
 
 __all__ = [
     "LEAST_PROB",
     "PRIOR",
+    "Calibrate",
     "ChainGrower",
     "Grid",
     "Grower",
@@ -48,4 +51,5 @@ __all__ = [
     "merge_branches",
     "propose_by_lookup",
     "propose_by_lookup_reference",
+    "trust",
 ]

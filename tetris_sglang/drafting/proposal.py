@@ -8,6 +8,7 @@ request's list: the same `draft_lens` describe chains and trees.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,14 +26,25 @@ class TreeShape(NamedTuple):
     """[batch, width] int64, 0 for the root."""
 
 
+Calibrate = Callable[[Tensor, "int | Tensor"], Tensor]
+"""(probs, depths) -> how likely such tokens are accepted, given that those before them are; see selection.Calibration."""
+
+
+def trust(probs: Tensor, depths: int | Tensor) -> Tensor:
+    """No calibration: what the draft says."""
+    return probs
+
+
 class Proposal(NamedTuple):
     tokens: Tensor
     """[batch, num_nodes] int64."""
     scores: Tensor
-    """[batch, num_nodes] float32. Chains: the probability of each token given those before it. Trees: each node's
-    survival, the product of the probabilities from the root to it, non-increasing."""
+    """[batch, num_nodes] float32. Chains: how likely each token is accepted given those before it. Trees: each node's
+    survival, the product of these from the root to it, non-increasing."""
     shape: TreeShape | None = None
     """[batch, num_nodes + 1]; None: chains, node i follows node i - 1."""
+    probs: Tensor | None = None
+    """[batch, num_nodes] float32, the draft's own probability of each token; None: the scores are."""
 
 
 class Grid(NamedTuple):
@@ -67,13 +79,13 @@ def count_nodes(depth: int, branches: int) -> int:
 
 
 def order_nodes(
-    tokens: Tensor, survival: Tensor, parents: Tensor, depths: Tensor, max_nodes: int
+    tokens: Tensor, survival: Tensor, parents: Tensor, depths: Tensor, max_nodes: int, probs: Tensor
 ) -> Proposal:
     """Put nodes into the order of `Proposal` and keep the first `max_nodes`.
 
     Args:
-        tokens, survival: [batch, n], level by level, so that a parent stands before its children; survival at most the
-            parent's.
+        tokens, survival, probs: [batch, n], level by level, so that a parent stands before its children; survival at most
+            the parent's; probs as in `Proposal`.
         parents: [batch, n] int64, index of the parent, -1 for the root.
         depths: [n] int64, from 1.
     Sync: none; CUDA-graph safe.
@@ -93,10 +105,11 @@ def order_nodes(
         TreeShape(
             torch.nn.functional.pad(parent_columns, (1, 0)), torch.nn.functional.pad(depths[order], (1, 0))
         ),
+        probs.gather(1, order),
     )
 
 
-def merge_branches(tokens: Tensor, probs: Tensor, max_nodes: int) -> Proposal:
+def merge_branches(tokens: Tensor, probs: Tensor, max_nodes: int, calibrate: Calibrate = trust) -> Proposal:
     """The tree of several chains that part at the root.
 
     Args:
@@ -108,14 +121,15 @@ def merge_branches(tokens: Tensor, probs: Tensor, max_nodes: int) -> Proposal:
     Sync: none; CUDA-graph safe.
     """
     batch, branches, depth = tokens.shape
-    if branches == 1:
-        return Proposal(tokens[:, 0, :max_nodes], probs[:, 0, :max_nodes])
-    survival = survival_from_probs(probs.flatten(0, 1)).view_as(probs)
     device = tokens.device
+    calibrated = calibrate(probs, torch.arange(1, depth + 1, device=device))
+    if branches == 1:
+        return Proposal(tokens[:, 0, :max_nodes], calibrated[:, 0, :max_nodes], None, probs[:, 0, :max_nodes])
+    survival = survival_from_probs(calibrated.flatten(0, 1)).view_as(probs)
     index = torch.arange(depth * branches, device=device)
     parents = torch.where(index < branches, -1, index - branches).expand(batch, -1)
-    by_level = (t.transpose(1, 2).reshape(batch, -1) for t in (tokens, survival))
-    return order_nodes(*by_level, parents, index // branches + 1, max_nodes)
+    tokens, survival, probs = (t.transpose(1, 2).reshape(batch, -1) for t in (tokens, survival, probs))
+    return order_nodes(tokens, survival, parents, index // branches + 1, max_nodes, probs)
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:

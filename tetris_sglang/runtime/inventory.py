@@ -206,8 +206,15 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(
         _SRT + "managers.schedule_batch.Req",
-        ("origin_input_ids", "sampling_params", "tokenizer", "eos_token_ids", "get_fill_ids"),
-        "min_new_tokens per verified row; n-gram drafts",
+        (
+            "origin_input_ids",
+            "sampling_params",
+            "tokenizer",
+            "eos_token_ids",
+            "get_fill_ids",
+            "extend_batch_idx",
+        ),
+        "min_new_tokens per verified row; n-gram drafts; prefixes that are drafted again",
     ),
     Symbol(
         _SRT + "managers.schedule_batch.ScheduleBatch",
@@ -350,6 +357,11 @@ SYMBOLS: tuple[Symbol, ...] = (
         _SPEC + "eagle_utils._eagle_prefill_tail_tokens",
         ("batch", "next_token_ids"),
         "the token after each prefilled chunk, for heads",
+    ),
+    Symbol(
+        _SPEC + "eagle_utils.get_draft_input_from_target_hidden_dim",
+        ("model_runner",),
+        "how many values a head reads per token",
     ),
     Symbol(
         _SRT + "mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",

@@ -30,6 +30,7 @@ from tetris_sglang.drafting import Proposal, make_grid
 from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
 from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
+from tetris_sglang.runtime.learning import AcceptanceLearner
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.ngram import NgramDraft
 from tetris_sglang.runtime.operations import get_operations, warm_up
@@ -44,6 +45,7 @@ from tetris_sglang.runtime.verify import (
     graph_tier,
     sample_target,
 )
+from tetris_sglang.selection import Calibration
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,11 @@ class TetrisWorker(BaseSpecWorker):
         else:
             worker_class = HeadDraft if kind in HEADS else StandaloneDraft
             self._draft = self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
+        self._learner = None
+        if self.config.calibration:
+            calibration = Calibration(self.speculative_num_steps, self.device, refresh_every=1)
+            self._draft.calibrate = calibration.apply
+            self._learner = AcceptanceLearner(calibration, copies=self.device == "cuda")
         if kind == STANDALONE:
             StandaloneWorkerV2._validate_vocab_compatibility(
                 self,
@@ -210,6 +217,8 @@ class TetrisWorker(BaseSpecWorker):
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
             if depth:
+                if self._learner is not None:
+                    self._learner.add(proposal, grid, accepted, packed.verify_lens)
                 next_draft_input = self._draft.after_verify(batch, accepted, hidden_states, packed.qo_indptr)
             else:
                 with self._draft_context():

@@ -98,7 +98,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             proposal = self._draft.run(
                 first, rest, window, places, self.temperatures[:size], depth, self._forward
             )
-            return (proposal.tokens, proposal.scores, *(proposal.shape or ()))
+            return (proposal.tokens, proposal.scores, proposal.probs, *(proposal.shape or ()))
 
         with forward_context(ForwardContext(attn_backend=self.draft_attn_backend), forward_batch=rest):
             self.backend.capture_one(
@@ -206,11 +206,11 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             planned.seq_lens_sum = None if seq_lens_cpu is None else int(self._draft_lens_cpu[:size].sum())
         rest.positions = self._draft_lens[:size].repeat_interleave(self.topk)
         self._plan(first, rest)
-        tokens, scores, *shape = self._replay_graph(self._make_graph_key(size), rest)
+        outputs = self._replay_graph(self._make_graph_key(size), rest)
+        tokens, scores, probs, *shape = (output[:batch_size] for output in outputs)
         if shape:
-            shape = TreeShape(*(columns[:batch_size] for columns in shape))
-            return Proposal(tokens[:batch_size], scores[:batch_size], shape)
-        return Proposal(tokens[:batch_size, :depth], scores[:batch_size, :depth])
+            return Proposal(tokens, scores, TreeShape(*shape), probs)
+        return Proposal(tokens[:, :depth], scores[:, :depth], None, probs[:, :depth])
 
     def _fill(self, size: int, start: int) -> None:
         """Let the slots from `start` on be harmless: request row 0, whose KV slots are all the padding slot 0."""

@@ -54,11 +54,6 @@ SYMBOLS: tuple[Symbol, ...] = (
         "the attention backend of a TETRIS server's target",
     ),
     Symbol(
-        _SRT + "speculative.eagle_utils.get_draft_input_from_target_hidden_dim",
-        ("model_runner",),
-        "how many values a head reads per token",
-    ),
-    Symbol(
         _SRT + "mem_cache.kv_index_translator.KVIndexTranslator",
         ("bind_runner_slots", "pack_read_stream"),
         "KV indices for FlashInfer",
