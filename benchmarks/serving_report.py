@@ -416,6 +416,7 @@ _STYLES = {
     "tetris": ("tab:blue", "o", "-"),
     "uniform": ("tab:green", "^", ":"),
     "random": ("tab:red", "x", ":"),
+    "auto": ("tab:purple", "D", "-"),
 }
 
 

@@ -48,7 +48,7 @@ SWITCHING_PLANS = """
     draw = random.Random(3)
     kind = {"is_plain": True, "steps_left": 0}
 
-    def choose(self, batch_size, limits, mean_context_tokens=0.0):
+    def choose(self, batch_size, limits, context_tokens=0.0):
         if kind["steps_left"] == 0:
             kind["is_plain"] = not kind["is_plain"]
             kind["steps_left"] = draw.choice((1, 2, 3, 7, 30) if kind["is_plain"] else (1, 1, 2, 5))

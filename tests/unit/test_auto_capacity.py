@@ -35,10 +35,14 @@ SEED = PassTimes(
 
 
 class Server:
-    """Steps with true times unlike the seeds, and drafts with the given mean probability per token."""
+    """Steps with true times unlike the seeds, and drafts with the given mean probability per token.
 
-    def __init__(self, draft_quality: float, slowness: float = 1.25, noise: float = 0.05) -> None:
-        self._quality, self._slowness, self._noise = draft_quality, slowness, noise
+    honesty: accepted drafts per expected one.
+    """
+
+    def __init__(self, draft_quality: float, honesty: float = 1.0) -> None:
+        self._quality, self._honesty = draft_quality, honesty
+        self._slowness, self._noise = 1.25, 0.05
         self._random = np.random.default_rng(0)
 
     def seconds(self, batch_size: int, plan: StepPlan) -> float:
@@ -63,7 +67,7 @@ class Server:
                 survival = self.survival(batch_size, plan.depth)
                 lens = select_prefixes(survival, plan.capacity_tokens)
                 selected = torch.arange(plan.depth) < lens[:, None]
-                accepted = float((survival * selected).sum())
+                accepted = self._honesty * float((survival * selected).sum())
                 if isinstance(policy, AutoCapacity):
                     curves = measure_curves(
                         survival,
@@ -71,7 +75,8 @@ class Server:
                         plan.depth,
                         torch.tensor(policy.curves.shares, dtype=torch.float32),
                     )
-                    policy.curves.observe(curves.numpy(), batch_size)
+                    policy.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
+                    policy.curves.confirm(accepted)
             tokens, total_s = tokens + batch_size + accepted, total_s + seconds
             if isinstance(policy, AutoCapacity):
                 shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
@@ -131,6 +136,14 @@ def test_a_useless_draft_is_left_alone():
     assert sum(plan.depth > 0 for plan in plans[100:]) < 0.02 * 1900
     # But it is looked at now and then.
     assert any(plan.depth > 0 for plan in plans[100:])
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_a_draft_that_is_far_too_sure_is_found_out(batch_size):
+    """Before calibration has learnt anything."""
+    _, plans = Server(0.9, honesty=0.02).run(make_auto(), [batch_size] * 150)
+    assert sum(plan.depth > 0 for plan in plans) < 40
+    assert plans[-20:] == [StepPlan(0, 0)] * 20
 
 
 def test_a_draft_that_becomes_useful_is_noticed():
@@ -202,10 +215,12 @@ def test_a_shallow_step_says_little_about_deep_ones():
     curves = AcceptCurves(4, capacity_shares(4))
     full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(1, 5)])
     for _ in range(200):
-        curves.observe(full, 64)
+        curves.observe(full, 64, 64)
+        curves.confirm(64 * 0.5)
     gain = curves.accepted(np.array([4]), np.array([4.0])) - curves.accepted(np.array([2]), np.array([4.0]))
     for _ in range(50):
-        curves.observe(full[:2] * 1.5, 64)
+        curves.observe(full[:2] * 1.5, 64, 64)
+        curves.confirm(64 * 0.75)
     at_two, at_four = (float(curves.accepted(np.array([d]), np.array([4.0]))[0]) for d in (2, 4))
     assert at_two == pytest.approx(1.5, rel=0.01)
     assert at_four - at_two == pytest.approx(float(gain[0]), rel=0.05)

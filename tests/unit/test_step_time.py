@@ -77,18 +77,18 @@ def test_follows_a_machine_that_changes():
 def test_context_costs_what_it_is_seen_to_cost():
     model = make_model()
     for i in range(300):
-        shape = StepShape(8, 0, 8, mean_context_tokens=100.0 + 900 * (i % 2))
-        model.observe(shape, 0.013 + 3e-7 * shape.rows * shape.mean_context_tokens)
-    short, long = (model.predict_step(StepShape(8, 0, 8, context)) for context in (100.0, 1000.0))
-    assert long - short == pytest.approx(3e-7 * 8 * 900, rel=0.15)
+        shape = StepShape(8, 0, 8, context_tokens=1000.0 + 9000 * (i % 2))
+        model.observe(shape, 0.013 + 3e-7 * shape.context_tokens)
+    short, long = (model.predict_step(StepShape(8, 0, 8, context)) for context in (1000.0, 10000.0))
+    assert long - short == pytest.approx(3e-7 * 9000, rel=0.15)
 
 
 def test_many_plans_at_once_are_predicted_as_one_by_one():
     model = make_model()
     depths, rows = np.array([0, 1, 3, 5, 5]), np.array([4, 7, 12, 4, 24])
-    together = model.predict(model.features(4, depths, rows), rows, 50.0)
+    together = model.predict(model.features(4, depths, rows), 200.0)
     single = [
-        model.predict_step(StepShape(4, int(d), int(r), 50.0)) for d, r in zip(depths, rows, strict=True)
+        model.predict_step(StepShape(4, int(d), int(r), 200.0)) for d, r in zip(depths, rows, strict=True)
     ]
     assert together == pytest.approx(single)
 

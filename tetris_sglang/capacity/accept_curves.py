@@ -55,10 +55,15 @@ class AcceptCurves:
     _FIRST_GUESS = 0.6
     _MEMORY_REQUESTS = 64.0
     """Requests' steps after which a measurement has lost most of its weight."""
+    _MEMORY_TOKENS = 64.0
+    """Expected tokens after which what was accepted has lost half of its weight."""
+    _TRUST_TOKENS = 4.0
+    """Of what is expected, taken to be accepted before anything was."""
 
     def __init__(self, max_depth: int, shares: list[float]) -> None:
         self.shares = np.array(shares)
         self._num_seen = 0.0
+        self._expected = self._confirmed = 0.0
         guesses = np.concatenate(([0.0], np.cumsum(self._FIRST_GUESS ** np.arange(1, max_depth + 1))))
         self._curves = np.array(
             [
@@ -67,12 +72,17 @@ class AcceptCurves:
             ]
         )
 
-    def observe(self, curves: np.ndarray, batch_size: int) -> None:
+    def observe(self, curves: np.ndarray, batch_size: int, capacity_tokens: int) -> None:
         """Take in one step's curves.
 
         Args:
             curves: [depth, num_shares], from `measure_curves`, depth that of the step.
+            capacity_tokens: drafts verified in it.
         """
+        expected = batch_size * float(np.interp(capacity_tokens / batch_size, self.shares, curves[-1]))
+        fading = 0.5 ** (expected / self._MEMORY_TOKENS)
+        self._expected = fading * self._expected + expected
+        self._confirmed *= fading
         depth = len(curves)
         # A plain average at first.
         self._num_seen = min(self._num_seen + batch_size, self._MEMORY_REQUESTS + batch_size)
@@ -83,9 +93,19 @@ class AcceptCurves:
         self._curves[depth + 1 :] += self._curves[depth] - old
         np.maximum.accumulate(self._curves, axis=0, out=self._curves)
 
+    def confirm(self, accepted: int) -> None:
+        """So many drafts were accepted in a step; steps may be a few behind those observed."""
+        self._confirmed += accepted
+
+    @property
+    def confidence(self) -> float:
+        """Accepted drafts per expected one: near 1 once survivals are calibrated, and quick to fall if they are not."""
+        return (self._confirmed + self._TRUST_TOKENS) / (self._expected + self._TRUST_TOKENS)
+
     def accepted(self, depths: np.ndarray, capacity_shares: np.ndarray) -> np.ndarray:
         """Accepted drafts per request [n] at depths [n] and capacities per request [n]."""
         at = np.clip(np.searchsorted(self.shares, capacity_shares, side="right") - 1, 0, len(self.shares) - 2)
         left, right = self.shares[at], self.shares[at + 1]
         share = np.clip((capacity_shares - left) / (right - left), 0.0, 1.0)
-        return (1 - share) * self._curves[depths, at] + share * self._curves[depths, at + 1]
+        per_request = (1 - share) * self._curves[depths, at] + share * self._curves[depths, at + 1]
+        return np.minimum(self.confidence * per_request, np.minimum(depths, capacity_shares))

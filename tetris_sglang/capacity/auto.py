@@ -37,7 +37,6 @@ class _Candidates(NamedTuple):
 
     depths: np.ndarray
     capacity_tokens: np.ndarray
-    rows: np.ndarray
     features: np.ndarray
 
 
@@ -55,16 +54,22 @@ class AutoCapacity:
         self._probe_steps = 0
         self.expected_gain = 1.0
         """Of the best speculative plan against plain decoding, at the last choice."""
+        self.expected_accepted = 0.0
+        """Drafts per request that this plan should have accepted."""
+        self.expected_seconds = 0.0, 0.0
+        """Of a plain step, and of that plan's."""
 
-    def choose(self, batch_size: int, limits: DraftLimits, mean_context_tokens: float = 0.0) -> StepPlan:
+    def choose(self, batch_size: int, limits: DraftLimits, context_tokens: float = 0.0) -> StepPlan:
         found = self._candidates.get(batch_size)
         if found is None:
             found = self._candidates[batch_size] = self._list_candidates(batch_size, limits)
-        seconds = self.step_times.predict(found.features, found.rows, mean_context_tokens)
+        seconds = self.step_times.predict(found.features, context_tokens)
         emitted = 1 + self.curves.accepted(found.depths, found.capacity_tokens / batch_size)
         value = emitted / seconds
         best = 1 + int(value[1:].argmax())
         self.expected_gain = float(value[best] / value[0])
+        self.expected_accepted = float(emitted[best] - 1)
+        self.expected_seconds = float(seconds[0]), float(seconds[best])
         plan = StepPlan(int(found.depths[best]), int(found.capacity_tokens[best]))
         if self._first_steps:
             self._first_steps -= 1
@@ -127,4 +132,4 @@ class AutoCapacity:
         depths, capacity_tokens = (np.array(column) for column in zip(*plans, strict=True))
         rows = np.array(list(plans.values()))
         features = self.step_times.features(batch_size, depths, rows)
-        return _Candidates(depths, capacity_tokens, rows, features)
+        return _Candidates(depths, capacity_tokens, features)

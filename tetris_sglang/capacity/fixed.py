@@ -34,7 +34,7 @@ class FixedCapacity:
         if tokens is not None and not (_is_number(tokens, Integral) and tokens > 0):
             raise ValueError(f"absolute must be an integer of at least 1, got {tokens!r}")
 
-    def choose(self, batch_size: int, limits: DraftLimits, mean_context_tokens: float = 0.0) -> StepPlan:
+    def choose(self, batch_size: int, limits: DraftLimits, context_tokens: float = 0.0) -> StepPlan:
         """No request can be given more tokens than the whole capacity, so a small one needs no deep drafts."""
         capacity_tokens = self.count_tokens(batch_size)
         depth = next((d for d in limits.depths if d >= capacity_tokens), limits.num_steps)

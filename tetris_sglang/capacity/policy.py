@@ -45,6 +45,6 @@ class CapacityPolicy(Protocol):
     device sync, and with sampled drafts it would change the output distribution.
     """
 
-    def choose(self, batch_size: int, limits: DraftLimits, mean_context_tokens: float = 0.0) -> StepPlan:
+    def choose(self, batch_size: int, limits: DraftLimits, context_tokens: float = 0.0) -> StepPlan:
         """Plan a step of `batch_size` running requests; `limits` are the same for all steps of a server."""
         ...

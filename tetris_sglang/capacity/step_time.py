@@ -1,6 +1,6 @@
 """How long a step takes: seeded by timed passes, corrected by real steps.
 
-    t(step) = target(rows) + context(rows * mean context) + host(batch)
+    t(step) = target(rows) + context(tokens in the KV cache of the batch) + host(batch)
               + [depth > 0] * (window(batch) + (depth - 1) * branch(batch))
 
 Every term but the context's is a piecewise linear curve; its values at powers of two (the target's also halfway) are the
@@ -28,7 +28,8 @@ class StepShape(NamedTuple):
     """Passes of the draft; 0: none drafted."""
     rows: int
     """Of the target's pass: a root per request and the selected drafts."""
-    mean_context_tokens: float = 0.0
+    context_tokens: float = 0.0
+    """Tokens in the KV cache of all requests, which every pass reads."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PassTimes:
     """Seconds of single passes, timed before serving.
 
     target_s: by rows. window_s, branch_s: a draft's first and each further pass, by batch size; empty where no model drafts.
-    context_s: per row of the target's pass and token of its context.
+    context_s: per token in the KV cache of the batch.
     """
 
     target_s: Mapping[int, float]
@@ -135,15 +136,14 @@ class StepTimeModel:
         self._add(features, "branch", batch_sizes, np.maximum(depths - 1, 0).astype(float))
         return features
 
-    def predict(self, features: np.ndarray, rows: np.ndarray, mean_context_tokens: float = 0.0) -> np.ndarray:
+    def predict(self, features: np.ndarray, context_tokens: float = 0.0) -> np.ndarray:
         """Seconds [n] of steps described by `features` [n, num_parameters]."""
         values = np.maximum(self._values, self._least)
-        return features @ values + values[-1] * rows * mean_context_tokens
+        return features @ values + values[-1] * context_tokens
 
     def predict_step(self, shape: StepShape) -> float:
-        rows = np.array([shape.rows])
-        features = self.features(shape.batch_size, np.array([shape.depth]), rows)
-        return float(self.predict(features, rows, shape.mean_context_tokens)[0])
+        features = self.features(shape.batch_size, np.array([shape.depth]), np.array([shape.rows]))
+        return float(self.predict(features, shape.context_tokens)[0])
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from one real step.
@@ -153,9 +153,8 @@ class StepTimeModel:
         """
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"a step's time must be finite and above 0, got {seconds}")
-        rows = np.array([shape.rows])
-        features = self.features(shape.batch_size, np.array([shape.depth]), rows)[0]
-        features[-1] = shape.rows * shape.mean_context_tokens
+        features = self.features(shape.batch_size, np.array([shape.depth]), np.array([shape.rows]))[0]
+        features[-1] = shape.context_tokens
         predicted = float(features @ self._values)
         self.relative_error += 0.05 * (abs(predicted - seconds) / seconds - self.relative_error)
 

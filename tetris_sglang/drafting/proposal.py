@@ -57,14 +57,17 @@ class Grid(NamedTuple):
     """[batch, width]; None: chains."""
 
 
-def make_grid(roots: Tensor, proposal: Proposal, max_depth: int, width: int) -> Grid:
+def make_grid(roots: Tensor, proposal: Proposal | None, max_depth: int, width: int) -> Grid:
     """Put the roots before the nodes and widen to what SGLang reads.
 
     Args:
-        roots: [batch] integers. max_depth: of any node. width: at least num_nodes + 1.
+        roots: [batch] integers. proposal: None where nothing was drafted.
+        max_depth: of any node. width: at least num_nodes + 1.
     Sync: none; CUDA-graph safe.
     """
     pad = torch.nn.functional.pad
+    if proposal is None:
+        return Grid(pad(roots.to(torch.int64)[:, None], (0, width - 1)), 0)
     unused = width - 1 - proposal.tokens.shape[1]
     tokens = pad(torch.cat((roots.to(torch.int64)[:, None], proposal.tokens), dim=1), (0, unused))
     if proposal.shape is None:

@@ -102,6 +102,46 @@ def pack_rows_reference(
     )
 
 
+def pack_roots(
+    roots: Tensor, seq_lens: Tensor, req_to_token: Tensor, req_pool_indices: Tensor
+) -> PackedTokens:
+    """`pack_rows_reference` where nothing was drafted: one row per request, no surplus.
+
+    Args:
+        roots: [batch] int64.
+    Sync: none; CUDA-graph safe.
+    """
+    batch, device = len(roots), roots.device
+    positions = seq_lens.to(torch.int64)
+    ends = torch.arange(batch + 1, device=device)
+    return PackedTokens(
+        requests=ends[:-1],
+        columns=torch.zeros_like(positions),
+        verify_lens=torch.ones(batch, dtype=torch.int32, device=device),
+        qo_indptr=ends.to(torch.int32),
+        positions=positions,
+        input_ids=roots,
+        slots=req_to_token[req_pool_indices, positions].to(torch.int64),
+    )
+
+
+def accept_roots(target_tokens: Tensor, roots: Tensor, seq_lens: Tensor, width: int) -> AcceptedTokens:
+    """`accept_rows_reference` where nothing was drafted.
+
+    Args:
+        target_tokens: [batch]. width: columns of the result.
+    Sync: none; CUDA-graph safe.
+    """
+    tokens = target_tokens.to(torch.int64)
+    return AcceptedTokens(
+        accept_lens=torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device),
+        bonus_tokens=tokens,
+        last_tokens=roots,
+        new_seq_lens=seq_lens + 1,
+        target_tokens=torch.nn.functional.pad(tokens[:, None], (0, width - 1)),
+    )
+
+
 def accept_rows_reference(
     target_tokens: Tensor, qo_indptr: Tensor, candidates: Tensor, seq_lens: Tensor
 ) -> AcceptedTokens:

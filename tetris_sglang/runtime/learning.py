@@ -69,3 +69,8 @@ class AcceptanceLearner:
         self.calibration.observe(*together)
         self._steps.clear()
         self._num_requests = 0
+
+    def summarise(self) -> dict[str, float]:
+        """For /server_info. Sync: copies to the host."""
+        reliability = self.calibration.reliability()
+        return {"calibration_error": reliability.error, "calibration_error_raw": reliability.raw_error}

@@ -64,7 +64,10 @@ def add_internal_state(_result, controller, state: dict) -> None:
     """AFTER hook of SGLang's internal-state readback: adds a `tetris` section to /server_info."""
     worker = controller.scheduler.draft_worker
     if hasattr(worker, "phases") and hasattr(worker, "metrics"):
-        state["tetris"] = worker.metrics.summarise() | worker.planner.summarise() | worker.phases.summarise()
+        parts = (worker.metrics, worker.planner, worker.learner, worker.phases)
+        state["tetris"] = {
+            name: value for part in parts if part is not None for name, value in part.summarise().items()
+        }
 
 
 def add_request_meta_info(_result, manager, meta_info: dict, recv_obj, i: int) -> None:

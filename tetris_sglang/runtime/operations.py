@@ -12,8 +12,10 @@ from tetris_sglang.drafting import Grid, Proposal
 from tetris_sglang.kernels.reference import (
     AcceptedTokens,
     PackedTokens,
+    accept_roots,
     accept_rows_reference,
     accept_tree_rows,
+    pack_roots,
     pack_rows_reference,
 )
 from tetris_sglang.runtime.request_options import LARGEST_WEIGHT, Adjustment
@@ -41,8 +43,6 @@ class Operations(NamedTuple):
             adjustment: the batch's wishes; the baselines heed only those for no drafts.
         """
         scores = proposal.scores.contiguous()
-        if scores.shape[1] == 0:
-            return torch.zeros(scores.shape[0], dtype=torch.int32, device=scores.device)
         if adjustment is None:
             select = self.select if proposal.shape is None else self.select_nodes
             return select(scores, capacity_tokens)
@@ -55,13 +55,18 @@ class Operations(NamedTuple):
 
     def pack_grid(
         self,
-        draft_lens: Tensor,
+        draft_lens: Tensor | None,
         grid: Grid,
         seq_lens: Tensor,
         req_to_token: Tensor,
         rows: Tensor,
         num_tokens: int,
     ) -> PackedTokens:
+        """`draft_lens` None: nothing was drafted."""
+        if draft_lens is None and num_tokens == len(seq_lens):
+            return pack_roots(grid.tokens[:, 0], seq_lens, req_to_token, rows)
+        if draft_lens is None:
+            draft_lens = torch.zeros_like(seq_lens, dtype=torch.int32)
         if grid.shape is None:
             return self.pack(draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens)
         return pack_rows_reference(
@@ -71,6 +76,8 @@ class Operations(NamedTuple):
     def accept_grid(
         self, target_tokens: Tensor, packed: PackedTokens, grid: Grid, seq_lens: Tensor
     ) -> AcceptedTokens:
+        if grid.max_depth == 0:
+            return accept_roots(target_tokens, grid.tokens[:, 0], seq_lens, grid.tokens.shape[1])
         if grid.shape is None:
             return self.accept(target_tokens, packed.qo_indptr, grid.tokens, seq_lens)
         return accept_tree_rows(

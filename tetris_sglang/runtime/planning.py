@@ -34,7 +34,7 @@ class StepPlanner:
         self._auto = policy if isinstance(policy, AutoCapacity) else None
         if self._auto is not None:
             self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)
-        self._curves: deque[tuple[Tensor, torch.cuda.Event | None, int]] = deque()
+        self._curves: deque[tuple[Tensor, torch.cuda.Event | None, int, int]] = deque()
 
     def plan(self, batch, num_speculating: int) -> StepPlan:
         """Plan a decoding step of `batch`, a ScheduleBatch.
@@ -48,7 +48,7 @@ class StepPlanner:
         for step in self._clock.begin():
             self._auto.step_times.observe(step.shape, step.seconds)
         self._read_curves()
-        context_tokens = batch.seq_lens_sum / batch_size if batch.seq_lens_sum else 0.0
+        context_tokens = float(batch.seq_lens_sum or 0)
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         rows = self._limits.fit_rows(batch_size, batch_size + plan.capacity_tokens)
         self._clock.describe(
@@ -60,21 +60,27 @@ class StepPlanner:
         most = num_speculating * self._limits.count_nodes(plan.depth) if num_speculating and plan.depth else 0
         return StepPlan(plan.depth, min(plan.capacity_tokens, most)) if most else StepPlan(0, 0)
 
-    def after_draft(self, proposal: Proposal, depth: int) -> None:
+    def after_draft(self, proposal: Proposal, depth: int, capacity_tokens: int) -> None:
         """Look at what a step drafted; later steps are planned from it."""
         if self._auto is None:
             return
-        tokens, scores, shape = proposal
-        if shape is None:
-            survival, depths = survival_from_probs(scores), torch.arange(1, depth + 1, device=tokens.device)
+        survival = proposal.scores
+        if proposal.shape is None:
+            survival = survival_from_probs(survival)
+            depths = torch.arange(1, depth + 1, device=survival.device)
         else:
-            survival, depths = scores, shape.depths[:, 1:]
+            depths = proposal.shape.depths[:, 1:]
         curves, event = measure_curves(survival, depths, depth, self._shares), None
         if self._on_cuda:
             curves = curves.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._curves.append((curves, event, len(tokens)))
+        self._curves.append((curves, event, len(survival), capacity_tokens))
+
+    def after_result(self, accepted: int) -> None:
+        """Drafts that a step had accepted have become known to the host."""
+        if self._auto is not None:
+            self._auto.curves.confirm(accepted)
 
     def after_prefill(self) -> None:
         self._clock.interrupt()
@@ -85,13 +91,16 @@ class StepPlanner:
             return {}
         return {
             "expected_gain": self._auto.expected_gain,
+            "expected_accepted_per_request": self._auto.expected_accepted,
+            "expected_plain_step_ms": 1e3 * self._auto.expected_seconds[0],
+            "expected_speculative_step_ms": 1e3 * self._auto.expected_seconds[1],
             "step_time_relative_error": self._auto.step_times.relative_error,
         }
 
     def _read_curves(self) -> None:
         while self._curves:
-            curves, event, batch_size = self._curves[0]
+            curves, event, batch_size, capacity_tokens = self._curves[0]
             if event is not None and not event.query():
                 return
             self._curves.popleft()
-            self._auto.curves.observe(curves.numpy(), batch_size)
+            self._auto.curves.observe(curves.numpy(), batch_size, capacity_tokens)

@@ -24,6 +24,9 @@ from tetris_sglang.drafting import Grid, TreeShape, ancestor_mask
 from tetris_sglang.kernels.reference import AcceptedTokens, PackedTokens
 from tetris_sglang.runtime.logits import adjust_logits
 
+_PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+"""Sampling settings that a request's rows share."""
+
 
 @dataclass
 class TetrisVerifyInput(EagleVerifyInput):
@@ -204,17 +207,16 @@ def sample_target(
     depths = columns if grid.shape is None else grid.shape.depths[requests, columns]
     adjust_logits(logits, batch, requests, depths, grammar_mask)
     logprob_logits = logits.clone() if batch.return_logprob else None
+    settings = {name: getattr(sampling_info, name) for name in _PER_REQUEST}
+    if grid.max_depth:
+        settings = {
+            name: None if setting is None else setting[requests] for name, setting in settings.items()
+        }
     tokens = sampler(
         logits_output,
         replace(
             sampling_info,
-            temperatures=sampling_info.temperatures[requests],
-            top_ps=sampling_info.top_ps[requests],
-            top_ks=sampling_info.top_ks[requests],
-            min_ps=sampling_info.min_ps[requests],
-            sampling_seed=None
-            if sampling_info.sampling_seed is None
-            else sampling_info.sampling_seed[requests],
+            **settings,
             grammars=None,
             acc_additive_penalties=None,
             acc_scaling_penalties=None,

@@ -26,7 +26,7 @@ from tetris_sglang.capacity import (
     capacity_shares,
 )
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import Proposal, make_grid
+from tetris_sglang.drafting import make_grid
 from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
 from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
@@ -79,11 +79,11 @@ class TetrisWorker(BaseSpecWorker):
         else:
             worker_class = HeadDraft if kind in HEADS else StandaloneDraft
             self._draft = self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
-        self._learner = None
+        self.learner = None
         if self.config.calibration:
             calibration = Calibration(self.speculative_num_steps, self.device, refresh_every=1)
             self._draft.calibrate = calibration.apply
-            self._learner = AcceptanceLearner(calibration, copies=self.device == "cuda")
+            self.learner = AcceptanceLearner(calibration, copies=self.device == "cuda")
         if kind == STANDALONE:
             StandaloneWorkerV2._validate_vocab_compatibility(
                 self,
@@ -131,7 +131,9 @@ class TetrisWorker(BaseSpecWorker):
         return self._step(batch, on_publish, grammar_barrier)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        self.metrics.count_accepted(sum(num_correct_drafts_per_req))
+        accepted = sum(num_correct_drafts_per_req)
+        self.metrics.count_accepted(accepted)
+        self.planner.after_result(accepted)
 
     # -- the two kinds of iteration --------------------------------------------------------------------------------
 
@@ -168,15 +170,15 @@ class TetrisWorker(BaseSpecWorker):
         num_tokens = batch_size + capacity_tokens
         tier = self._fit_rows(batch_size, num_tokens)
 
-        with self.phases("draft"), self._draft_context():
-            if depth:
+        proposal = draft_lens = None
+        if depth:
+            with self.phases("draft"), self._draft_context():
                 proposal = self._draft.propose(batch, depth)
-                self.planner.after_draft(proposal, depth)
-            else:
-                proposal = Proposal(roots.new_empty((batch_size, 0)), seq_lens.new_empty((batch_size, 0)))
 
         with self.phases("select"):
-            draft_lens = self._operations.select_drafts(proposal, capacity_tokens, adjustment)
+            if proposal is not None:
+                self.planner.after_draft(proposal, depth, capacity_tokens)
+                draft_lens = self._operations.select_drafts(proposal, capacity_tokens, adjustment)
             # SGLang reads results in rows of a fixed width.
             grid = make_grid(roots, proposal, depth, self.speculative_num_draft_tokens)
             packed = self._operations.pack_grid(
@@ -194,7 +196,7 @@ class TetrisWorker(BaseSpecWorker):
                 packed,
                 grid,
                 self._draft.target_hidden_mode,
-                most_drafts=min(proposal.tokens.shape[1], capacity_tokens) if tier is None else None,
+                most_drafts=min(depth, capacity_tokens) if tier is None else None,
             )
             logits_output = target_result.logits_output
 
@@ -216,16 +218,16 @@ class TetrisWorker(BaseSpecWorker):
                 compute_logprobs(batch, logits_output, logprob_logits, accepted, packed)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
-            if depth:
-                if self._learner is not None:
-                    self._learner.add(proposal, grid, accepted, packed.verify_lens)
+            if proposal is not None:
+                if self.learner is not None:
+                    self.learner.add(proposal, grid, accepted, packed.verify_lens)
                 next_draft_input = self._draft.after_verify(batch, accepted, hidden_states, packed.qo_indptr)
             else:
                 with self._draft_context():
                     next_draft_input = self._draft.after_plain(batch, draft_input, accepted, hidden_states)
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
-        num_drafted = proposal.tokens.shape[1]
+        num_drafted = 0 if proposal is None else proposal.tokens.shape[1]
         self.metrics.count_step(
             batch_size=batch_size,
             drafted=batch_size * num_drafted,
