@@ -53,6 +53,8 @@ DRAFTS = ("standalone", "eagle", "eagle3", "ngram", "perfect", "useless")
 SERVER_GIB = 2.7  # a server's three processes without an accelerator
 START_TIMEOUT_S = 600.0
 WAVES = 2
+AUTO = 0
+"""As a k: the capacity that sets itself."""
 _RECORDS_TIMEOUT_S = 20.0
 
 
@@ -170,7 +172,11 @@ class Settings:
     def build_arms(self) -> list[Arm]:
         """The reference first, then k by k: what is compared at equal k shares a group of live servers."""
         arms = [Arm(REFERENCE)]
-        for draft, topk, k in product(self.drafts, self.topk, self.k):
+        for draft, topk, k in product(self.drafts, self.topk, (AUTO, *self.k)):
+            if k == AUTO:
+                if "auto" in self.families:
+                    arms.append(Arm("auto", num_steps=self.num_steps, draft=draft, topk=topk))
+                continue
             depth = self.num_steps if topk > 1 else 0
             # A tree has at least as many nodes as levels; SGLang verifies all of them.
             if topk > 1 and k < depth:
@@ -180,8 +186,6 @@ class Settings:
             for extra, family in product(self.extra, ("tetris", "uniform", "random")):
                 if family in self.families:
                     arms.append(Arm(family, k, extra, num_steps=depth, draft=draft, topk=topk))
-        for draft, topk in product(self.drafts, self.topk if "auto" in self.families else ()):
-            arms.append(Arm("auto", num_steps=self.num_steps, draft=draft, topk=topk))
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):
             arms.append(Arm("tetris", capacity_tokens=tokens, num_steps=self.num_steps, draft=draft))
         return arms

@@ -61,6 +61,8 @@ ARGUMENTS = {
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET), "--speculative-eagle-topk", "2",
         "--speculative-num-draft-tokens", "19", "--speculative-tetris-capacity-per-request", "18",
     ],
+    # What users get without further flags.
+    "auto": [*COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT)],
     # Plain steps in between, after which the draft's KV of what they emitted is caught up on.
     "perfect_switching": [*COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET)],
     "switching": [*COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT)],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.client import texts
-from tests.e2e.conftest import LEAST_SUCCESS, NUM_STEPS, ROOMY
+from tests.e2e.conftest import LEAST_SUCCESS, NUM_STEPS, ROOMY, SWITCHING
 
 ALMOST_ALL = 0.98
 
@@ -102,11 +102,12 @@ def cramped(tetris, request):
     return tetris
 
 
-def test_chunks_and_prefix_hits_keep_output_and_acceptance(plain, cramped, mixed_prompts):
+def test_chunks_and_prefix_hits_keep_output_and_acceptance(plain, cramped, mixed_prompts, request):
     """The same long prompts prefilled in chunks, and again with all but their last tokens from the cache.
 
-    One request at a time: then what is accepted depends on its own draft KV alone, and must be the same.
+    One request at a time, and fixed plans: then what is accepted depends on its own draft KV alone, and must be the same.
     """
+    is_switching = request.node.callspec.params["tetris"] in SWITCHING
     long_prompts = sorted(mixed_prompts, key=len)[-6:]
     params = {"concurrency": 1, "max_new_tokens": 32, "ignore_eos": True}
     expected = texts(plain.generate_all(long_prompts, **params))
@@ -121,7 +122,7 @@ def test_chunks_and_prefix_hits_keep_output_and_acceptance(plain, cramped, mixed
             # Heads key the cache by pairs of tokens, and the last one is always computed.
             assert (meta["cached_tokens"] >= meta["prompt_tokens"] - 2) == is_cached
         accepted.append([output["meta_info"]["spec_num_correct_drafts"] for output in outputs])
-    assert accepted[0] == accepted[1]
+    assert is_switching or accepted[0] == accepted[1]
     assert sum(accepted[0]) > 0
 
 

@@ -145,8 +145,8 @@ class StepTimeModel:
         features = self.features(shape.batch_size, np.array([shape.depth]), np.array([shape.rows]))
         return float(self.predict(features, shape.context_tokens)[0])
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from one real step.
+    def observe(self, shape: StepShape, seconds: float) -> float:
+        """Learn from one real step; returns what was predicted for it.
 
         Raises:
             ValueError: seconds not finite and positive.
@@ -165,6 +165,7 @@ class StepTimeModel:
         gain = spread / variance
         self._values = self._values + gain * min(max(seconds - predicted, -limit), limit)
         self._covariance -= np.outer(gain, spread)
+        return predicted
 
     def _add(self, features: np.ndarray, curve: str, at: np.ndarray, weights: np.ndarray) -> None:
         nodes, columns = self._curves[curve]

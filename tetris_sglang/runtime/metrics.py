@@ -20,9 +20,13 @@ class StepMetrics:
         self.selected = 0
         self.accepted = 0
         self.verified_rows = 0
+        self.plain_steps = 0
 
-    def count_step(self, *, batch_size: int, drafted: int, selected: int, verified_rows: int) -> None:
+    def count_step(
+        self, *, batch_size: int, depth: int, drafted: int, selected: int, verified_rows: int
+    ) -> None:
         self.num_steps += 1
+        self.plain_steps += depth == 0
         self.num_requests += batch_size
         self.drafted += drafted
         self.selected += selected
@@ -30,6 +34,16 @@ class StepMetrics:
         if self._prometheus is not None:
             self._prometheus["drafted"].inc(drafted)
             self._prometheus["selected"].inc(selected)
+            self._prometheus["depth"].set(depth)
+            self._prometheus["capacity"].set(selected)
+            if depth == 0:
+                self._prometheus["plain_steps"].inc()
+
+    def observe_step_time(self, predicted_s: float, measured_s: float) -> None:
+        """A step's time has become known (automatic capacity)."""
+        if self._prometheus is not None:
+            self._prometheus["predicted"].set(predicted_s)
+            self._prometheus["measured"].set(measured_s)
 
     def count_accepted(self, accepted: int) -> None:
         self.accepted += accepted
@@ -39,6 +53,8 @@ class StepMetrics:
     def summarise(self) -> dict[str, float]:
         return {
             "num_steps": self.num_steps,
+            # Those that drafted nothing.
+            "plain_steps": self.plain_steps,
             "num_requests": self.num_requests,
             "drafted_tokens": self.drafted,
             "selected_tokens": self.selected,
@@ -52,12 +68,21 @@ class StepMetrics:
         if not get_observability().enable_metrics:
             return None
         # Imported late: SGLang sets the multiprocess directory before the first metric exists.
-        from prometheus_client import Counter
+        from prometheus_client import Counter, Gauge
 
-        return {
+        metrics = {
             name: Counter(f"sglang:tetris_{name}_tokens", f"Draft tokens {name} under TETRIS.")
             for name in ("drafted", "selected", "accepted")
         }
+        metrics["plain_steps"] = Counter("sglang:tetris_plain_steps", "Steps without drafting under TETRIS.")
+        for name, unit_name, help_text in (
+            ("depth", "draft_depth", "Passes of the draft in the last step; 0: plain decoding."),
+            ("capacity", "capacity_tokens", "Draft tokens verified in the last step."),
+            ("predicted", "step_time_predicted_seconds", "Of the last step timed, as predicted."),
+            ("measured", "step_time_measured_seconds", "Of the last step timed."),
+        ):
+            metrics[name] = Gauge(f"sglang:tetris_{unit_name}", help_text, multiprocess_mode="mostrecent")
+        return metrics
 
 
 def add_internal_state(_result, controller, state: dict) -> None:

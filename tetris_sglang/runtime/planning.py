@@ -16,6 +16,7 @@ from tetris_sglang.capacity import (
     measure_curves,
 )
 from tetris_sglang.drafting import Proposal
+from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.step_clock import StepClock
 from tetris_sglang.selection import survival_from_probs
 
@@ -27,8 +28,10 @@ class StepPlanner:
         device: "cuda" or "cpu".
     """
 
-    def __init__(self, policy: CapacityPolicy, limits: DraftLimits, device: str) -> None:
-        self.policy, self._limits = policy, limits
+    def __init__(
+        self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str
+    ) -> None:
+        self.policy, self._limits, self._metrics = policy, limits, metrics
         self._on_cuda = device == "cuda"
         self._clock = StepClock(self._on_cuda)
         self._auto = policy if isinstance(policy, AutoCapacity) else None
@@ -46,7 +49,8 @@ class StepPlanner:
         if self._auto is None:
             return self._limit(self.policy.choose(batch_size, self._limits), num_speculating)
         for step in self._clock.begin():
-            self._auto.step_times.observe(step.shape, step.seconds)
+            predicted_s = self._auto.step_times.observe(step.shape, step.seconds)
+            self._metrics.observe_step_time(predicted_s, step.seconds)
         self._read_curves()
         context_tokens = float(batch.seq_lens_sum or 0)
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)

@@ -230,6 +230,7 @@ class TetrisWorker(BaseSpecWorker):
         num_drafted = 0 if proposal is None else proposal.tokens.shape[1]
         self.metrics.count_step(
             batch_size=batch_size,
+            depth=depth,
             drafted=batch_size * num_drafted,
             selected=capacity_tokens,
             verified_rows=int(forward_batch.input_ids.shape[0]),
@@ -267,7 +268,7 @@ class TetrisWorker(BaseSpecWorker):
             count_nodes=self._draft.count_nodes,
             fit_rows=self._fit_rows,
         )
-        return StepPlanner(self._make_policy(), limits, self.device)
+        return StepPlanner(self._make_policy(), limits, self.metrics, self.device)
 
     def _make_policy(self) -> CapacityPolicy:
         config = self.config

@@ -1,0 +1,121 @@
+"""What planning a step costs: choosing depth and capacity, learning from the last step, and the curves of acceptance.
+
+    python benchmarks/bench_planning.py --step-ms 80
+
+Timed as in bench_selection.py: in turn within each round, median and quartiles over the rounds; on a CPU one thread, by
+the CPU time it used. The reference chooses by going through the same candidates one by one.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from bench_selection import ROOT, count_calls, describe_run, name_commit, summarise, time_us
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tetris_sglang.capacity import (
+    AcceptCurves,
+    AutoCapacity,
+    DraftLimits,
+    PassTimes,
+    StepShape,
+    StepTimeModel,
+    capacity_shares,
+    measure_curves,
+)
+from tetris_sglang.selection import survival_from_probs
+
+BATCHES = [1, 4, 16, 64, 256]
+RESULT = ROOT / "benchmarks/results/planning.json"
+TIMED = ["tetris_sglang/capacity", "benchmarks/bench_planning.py"]
+PARTS = ["choose", "choose_one_by_one", "learn", "curves", "copy"]
+SEED = PassTimes(
+    {rows: 0.02 + 0.0005 * rows for rows in (1, 4, 16, 64, 256)},
+    {1: 0.002, 64: 0.004},
+    {1: 0.002, 64: 0.004},
+    1e-7,
+)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
+    step_ms: Annotated[float, typer.Option(help="time of a step, to print planning's share of it")] = 80.0,
+    depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
+    rounds: Annotated[int, typer.Option(min=3, help="timing rounds per cell")] = 15,
+    round_ms: Annotated[float, typer.Option(help="least time that each part runs in a round")] = 2.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda: where the curves are measured")] = "cpu",
+    seed: int = 0,
+) -> None:
+    """Time planning for batch 1..256."""
+    torch.set_num_threads(1)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    results = [
+        measure(batch, depth, rounds, round_ms, device, seed)
+        for batch in track(BATCHES, description="planning", console=console)
+    ]
+    table = Table(
+        "batch",
+        *(f"{part.replace('_', ' ')}, us" for part in PARTS),
+        f"of {step_ms:g} ms",
+        box=box.SIMPLE_HEAD,
+    )
+    for result in results:
+        cells = (f"{result[f'{part}_us']['median']:.0f}" for part in PARTS)
+        step_us = sum(result[f"{part}_us"]["median"] for part in ("choose", "learn", "curves"))
+        table.add_row(str(result["batch"]), *cells, f"{step_us / (10 * step_ms):.2f}%")
+    console.print(table)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    provenance = describe_run(device, seed) | {"commit": name_commit(TIMED), "depth": depth, "rounds": rounds}
+    out.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
+    console.print(f"written: {out}")
+
+
+def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
+    limits = DraftLimits(range(1, depth + 1), lambda levels: levels)
+    model = StepTimeModel(SEED, max_rows=batch * (depth + 1), max_batch_size=batch)
+    policy = AutoCapacity(model, AcceptCurves(depth, capacity_shares(depth)))
+    for _ in range(8):
+        policy.choose(batch, limits, 100.0 * batch)
+    probs = torch.rand(batch, depth, generator=torch.Generator().manual_seed(seed)).to(device)
+    survival, depths = survival_from_probs(probs), torch.arange(1, depth + 1, device=device)
+    shares = torch.tensor(policy.curves.shares, dtype=torch.float32, device=device)
+    shape = StepShape(batch, 3, 3 * batch, 100.0 * batch)
+    candidates = [(0, 0)] + [
+        (d, round(share * batch)) for d in limits.depths for share in policy.curves.shares[1:] if share <= d
+    ]
+
+    def choose_one_by_one() -> tuple[int, int]:
+        def speed(plan: tuple[int, int]) -> float:
+            levels, tokens = plan
+            accepted = policy.curves.accepted(np.array([levels]), np.array([tokens / batch]))[0]
+            return (1 + accepted) / model.predict_step(
+                StepShape(batch, levels, batch + tokens, 100.0 * batch)
+            )
+
+        return max(candidates, key=speed)
+
+    parts = {
+        "choose": lambda: policy.choose(batch, limits, 100.0 * batch),
+        "choose_one_by_one": choose_one_by_one,
+        "learn": lambda: model.observe(shape, 0.08),
+        "curves": lambda: measure_curves(survival, depths, depth, shares),
+        "copy": lambda: probs.clone(),
+    }
+    with torch.inference_mode():
+        calls = {name: count_calls(part, round_ms, device) for name, part in parts.items()}
+        elapsed_us: dict[str, list[float]] = {name: [] for name in parts}
+        for _ in range(rounds):
+            for name, part in parts.items():
+                elapsed_us[name].append(time_us(part, calls[name], device) / calls[name])
+    return {"batch": batch, **{f"{name}_us": summarise(samples) for name, samples in elapsed_us.items()}}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,76 @@
+"""The default: a capacity that sets itself, on a real server under a load that rises and falls."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.e2e.client import texts
+
+LOADS = (1, 4, 16, 4, 1)
+
+
+@pytest.fixture(scope="module")
+def auto(servers):
+    yield servers.get("auto")[0]
+    servers.stop_one("auto")
+
+
+def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plain, auto, mixed_prompts):
+    """And every step's plan adds up: what is counted per process, per request and exported is one story."""
+    before = auto.tetris_state()
+    for load in LOADS:
+        prompts = mixed_prompts[: 2 * load + 4]
+        params = {"max_new_tokens": 48, "ignore_eos": True}
+        outputs = auto.generate_all(prompts, concurrency=load, **params)
+        assert texts(outputs) == texts(plain.generate_all(prompts, **params))
+        for output in outputs:
+            meta = output["meta_info"]
+            assert 48 <= 1 + meta["spec_verify_ct"] + meta["spec_num_correct_drafts"] <= 48 + 5
+            assert (
+                meta["spec_num_correct_drafts"]
+                <= meta["spec_num_selected_drafts"]
+                <= meta["spec_num_proposed_drafts"]
+            )
+    after = auto.tetris_state()
+    step = {key: after[key] - before[key] for key in before}
+    assert step["verified_rows"] == step["num_requests"] + step["selected_tokens"]
+    assert 0 <= step["plain_steps"] <= step["num_steps"]
+    assert step["plain_steps"] < step["num_steps"], "the first steps look at the draft"
+    assert auto.metric("sglang:tetris_plain_steps_total") == after["plain_steps"]
+
+
+def test_it_says_what_it_believes(auto, mixed_prompts):
+    auto.generate_all(mixed_prompts[:8], concurrency=4, max_new_tokens=48, ignore_eos=True)
+    state = auto.tetris_state()
+    assert 0.1 < state["expected_gain"] < 10
+    assert 0 <= state["expected_accepted_per_request"] <= 5
+    for name in ("expected_plain_step_ms", "expected_speculative_step_ms", "step_time_relative_error"):
+        assert math.isfinite(state[name]) and state[name] > 0
+    # Greedy acceptance of this draft is higher than its own probabilities; calibration has noticed.
+    assert state["calibration_error"] < state["calibration_error_raw"]
+    for name in ("predicted", "measured"):
+        assert 0 < auto.metric(f"sglang:tetris_step_time_{name}_seconds") < 60
+
+
+def test_passes_are_timed_once_per_machine(auto):
+    """What was timed lies in the cache, for the next server with these models."""
+    log = auto.log_path.read_text(errors="replace")
+    cached = list(auto.log_path.parent.glob("pass_times/*.json"))
+    assert "TETRIS: timed passes in" in log
+    assert cached
+
+
+def test_a_crowd_in_which_nobody_speculates_decodes_plainly(plain, auto, mixed_prompts):
+    before = auto.tetris_state()
+    outputs = auto.generate_all(
+        mixed_prompts[:6],
+        max_new_tokens=24,
+        ignore_eos=True,
+        custom_params={"tetris": {"speculate": False}},
+    )
+    assert texts(outputs) == texts(plain.generate_all(mixed_prompts[:6], max_new_tokens=24, ignore_eos=True))
+    after = auto.tetris_state()
+    assert after["selected_tokens"] == before["selected_tokens"]
+    assert after["plain_steps"] - before["plain_steps"] == after["num_steps"] - before["num_steps"] > 0
