@@ -33,6 +33,15 @@ class _Logprobs(SpecLogprobKit, unittest.TestCase):
     logprob_match_delta = 5e-3
 
 
+LONG = (
+    "test_acc_length",
+    "test_eos_token",
+    "test_logprob_decode_match_prefill",
+    "test_logprob_match",
+    "test_logprob_mixed",
+)
+
+
 @pytest.fixture
 def answers(plain) -> dict[str, str]:
     """What the kits compare with."""
