@@ -69,6 +69,7 @@ ARMS = {
         *COMMON, *DRAFT, "--speculative-algorithm", "TETRIS", "--speculative-tetris-capacity-per-request", "2",
         "--speculative-tetris-phase-times", "true",
     ],
+    "auto": [*COMMON, *DRAFT, "--speculative-algorithm", "TETRIS"],
     "tree": [
         *COMMON, *DRAFT, "--speculative-algorithm", "TETRIS", "--speculative-tetris-capacity-per-request", "3",
         "--speculative-eagle-topk", "2",

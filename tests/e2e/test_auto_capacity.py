@@ -46,7 +46,11 @@ def test_it_says_what_it_believes(auto, mixed_prompts):
     state = auto.tetris_state()
     assert 0.1 < state["expected_gain"] < 10
     assert 0 <= state["expected_accepted_per_request"] <= 5
-    for name in ("expected_plain_step_ms", "expected_speculative_step_ms", "step_time_relative_error"):
+    for name in (
+        "expected_plain_step_seconds",
+        "expected_speculative_step_seconds",
+        "step_time_relative_error",
+    ):
         assert math.isfinite(state[name]) and state[name] > 0
     # Greedy acceptance of this draft is higher than its own probabilities; calibration has noticed.
     assert state["calibration_error"] < state["calibration_error_raw"]

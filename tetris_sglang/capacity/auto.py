@@ -28,6 +28,9 @@ _FULL_DEPTH_EVERY = 64
 _PROBE_STEPS = 2
 _FIRST_PROBE_AFTER, _LAST_PROBE_AFTER = 64, 2048
 """Plain steps before a probe: each probe that changes nothing doubles them."""
+_DRAW_EVERY = 8
+"""Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
+those known to be slower do not."""
 _FIRST_STEPS = 3
 """A server's first steps draft to the full depth, whatever is expected of them."""
 
@@ -50,6 +53,9 @@ class AutoCapacity:
         self._steps_in_mode = 0
         self._steps_since_full_depth = 0
         self._first_steps = _FIRST_STEPS
+        self._random = np.random.default_rng(0)
+        self._drawn: np.ndarray | None = None
+        self._steps_with_drawn = 0
         self._probe_after = _FIRST_PROBE_AFTER
         self._probe_steps = 0
         self.expected_gain = 1.0
@@ -63,7 +69,11 @@ class AutoCapacity:
         found = self._candidates.get(batch_size)
         if found is None:
             found = self._candidates[batch_size] = self._list_candidates(batch_size, limits)
-        seconds = self.step_times.predict(found.features, context_tokens)
+        if self._steps_with_drawn == 0:
+            self._drawn = self.step_times.draw(self._random)
+            self._steps_with_drawn = _DRAW_EVERY
+        self._steps_with_drawn -= 1
+        seconds = self.step_times.predict(found.features, context_tokens, self._drawn)
         emitted = 1 + self.curves.accepted(found.depths, found.capacity_tokens / batch_size)
         value = emitted / seconds
         best = 1 + int(value[1:].argmax())

@@ -136,10 +136,29 @@ class StepTimeModel:
         self._add(features, "branch", batch_sizes, np.maximum(depths - 1, 0).astype(float))
         return features
 
-    def predict(self, features: np.ndarray, context_tokens: float = 0.0) -> np.ndarray:
-        """Seconds [n] of steps described by `features` [n, num_parameters]."""
-        values = np.maximum(self._values, self._least)
+    def predict(
+        self, features: np.ndarray, context_tokens: float = 0.0, values: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Seconds [n] of steps described by `features` [n, num_parameters].
+
+        Args:
+            values: from `draw`; default: the most likely ones.
+        """
+        values = self._bound(self._values if values is None else values)
         return features @ values + values[-1] * context_tokens
+
+    def draw(self, random: np.random.Generator) -> np.ndarray:
+        """Parameters [num_parameters] as they may well be: likely where steps have shown them, uncertain elsewhere."""
+        spread, directions = np.linalg.eigh(self._covariance)
+        scale = np.sqrt(np.maximum(spread, 0.0))
+        return self._values + directions @ (scale * random.standard_normal(len(scale)))
+
+    def _bound(self, values: np.ndarray) -> np.ndarray:
+        """Nothing takes next to no time, and more rows take no less."""
+        values = np.maximum(values, self._least)
+        rows = self._curves["target"][1]
+        values[rows] = np.maximum.accumulate(values[rows])
+        return values
 
     def predict_step(self, shape: StepShape) -> float:
         features = self.features(shape.batch_size, np.array([shape.depth]), np.array([shape.rows]))

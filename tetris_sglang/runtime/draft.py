@@ -360,20 +360,28 @@ class ModelDraft:
         """Write the draft's KV of the last tokens before `ends` [batch], the columns of `missed`; changes `batch`."""
         batch_size, num_missed = missed.tokens.shape
         table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices[:, None]
+        # A request that does not reach back so far begins at its first token, and ends before the others' last columns.
+        starts = (ends - num_missed).clamp(min=0)
+        starts_cpu = None if ends_cpu is None else (ends_cpu - num_missed).clamp(min=0)
         width = max(1, _CATCH_UP_ROWS // batch_size)
-        for start in range(0, num_missed, width):
-            stop = min(start + width, num_missed)
-            before_end = torch.arange(num_missed - start, num_missed - stop, -1, device=ends.device)
-            positions = (ends[:, None] - before_end).clamp_(min=0)
-            slots = table[rows, positions].to(torch.int64)
-            slots = torch.where(before_end <= missed.counts[:, None], slots, 0)
+        for first in range(0, num_missed, width):
+            last = min(first + width, num_missed)
+            positions = starts[:, None] + torch.arange(first, last, device=ends.device)
+            columns = positions - (ends - num_missed)[:, None]
+            is_real = (columns >= num_missed - missed.counts[:, None]) & (columns < num_missed)
+            slots = torch.where(is_real, table[rows, positions], 0).to(torch.int64)
+            columns = columns.clamp_(max=num_missed - 1)
             states = missed.hidden_states
-            part = Window(
-                missed.tokens[:, start:stop], None, None if states is None else states[:, start:stop]
-            )
-            rest = num_missed - stop
+            if states is not None:
+                states = states.gather(1, columns[:, :, None].expand(-1, -1, states.shape[2]))
+            part = Window(missed.tokens.gather(1, columns), None, states)
             forward_batch = self._plan_window(
-                batch, part, positions, slots, ends - rest, None if ends_cpu is None else ends_cpu - rest
+                batch,
+                part,
+                positions,
+                slots,
+                starts + last,
+                None if starts_cpu is None else starts_cpu + last,
             )
             forward_batch.input_ids = part.tokens.reshape(-1)
             forward_batch.positions = positions.reshape(-1)
@@ -469,11 +477,11 @@ class HeadDraft(ModelDraft, EagleDraftWorker):
 
 
 def _set_lengths(forward_batch: ForwardBatch, ends: Tensor, ends_cpu: Tensor | None) -> None:
-    """The KV lengths of a pass. A request that does not reach back to a window has no real row in it: any length does."""
-    forward_batch.seq_lens = ends.clamp(min=1)
+    """The KV lengths of a pass."""
+    forward_batch.seq_lens = ends
     if ends_cpu is not None:
-        forward_batch.seq_lens_cpu = ends_cpu.clamp(min=1)
-        forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())
+        forward_batch.seq_lens_cpu = ends_cpu
+        forward_batch.seq_lens_sum = int(ends_cpu.sum())
 
 
 def most_likely(logits: Tensor, temperatures: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -96,8 +96,8 @@ class StepPlanner:
         return {
             "expected_gain": self._auto.expected_gain,
             "expected_accepted_per_request": self._auto.expected_accepted,
-            "expected_plain_step_ms": 1e3 * self._auto.expected_seconds[0],
-            "expected_speculative_step_ms": 1e3 * self._auto.expected_seconds[1],
+            "expected_plain_step_seconds": self._auto.expected_seconds[0],
+            "expected_speculative_step_seconds": self._auto.expected_seconds[1],
             "step_time_relative_error": self._auto.step_times.relative_error,
         }
 
