@@ -42,8 +42,12 @@ def tetris_flags(draft: Path) -> list[str]:
     return [*TETRIS_FLAGS, "--speculative-draft-model-path", str(draft)]
 
 
-# What drafts besides a standalone model's chains.
+# Besides a standalone model's chains and a fixed capacity.
 OTHER_DRAFTS = {
+    "automatic capacity": [
+        *("--speculative-draft-model-path", str(PAIR / "draft")),
+        *("--speculative-tetris-capacity-per-request", "auto"),
+    ],
     "tree": ["--speculative-draft-model-path", str(PAIR / "draft"), "--speculative-eagle-topk", "3"],
     "eagle": ["--speculative-draft-model-path", str(PAIR / "eagle")],
     "eagle3 tree": ["--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3"],
@@ -79,7 +83,7 @@ def check_server(report: Report) -> None:
 
 
 def check_drafts(report: Report) -> None:
-    """Trees, heads and n-grams against no speculation."""
+    """Automatic capacity, trees, heads and n-grams against no speculation."""
     with contextlib.ExitStack() as outer:
         expected = _generate_expected(_serve(report, "g-plain", [], outer))
         for name, flags in OTHER_DRAFTS.items():
@@ -203,7 +207,7 @@ def check_throughput(report: Report) -> None:
     results = report.path.parent / "serving.json"
     options = (
         f"--resume --shape {TARGET_SHAPE} --draft-shape {DRAFT_SHAPE} --dtype bfloat16 --live-servers 1 --repeats 1 "
-        "--arms none,standalone,tetris --k 1,2,3,4,5 --extra 2 --capacity-tokens 64,256 --num-steps 5 "
+        "--arms none,standalone,tetris,auto --k 1,2,3,4,5 --extra 2 --capacity-tokens 64,256 --num-steps 5 "
         "--concurrency 1,4,16,64,256 --temperature 0 --output-len 64 --prompts 8"
     )
     command = [

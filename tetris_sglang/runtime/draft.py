@@ -409,7 +409,8 @@ class ModelDraft:
         batch.extend_num_tokens = width * batch_size
         # SGLang takes extend lengths as two tensors or as two host lists; tensors need no host copy.
         batch.extend_lens = torch.full((batch_size,), width, dtype=torch.int32, device=window.tokens.device)
-        batch.prefix_lens = positions[:, 0].to(torch.int32)
+        # Below zero where a request is shorter than its window: FlashInfer takes queries for lengths less prefixes.
+        batch.prefix_lens = (ends - width).to(torch.int32)
         batch.spec_info = make_window_input(window, positions.reshape(-1))
         forward_batch = ForwardBatch.init_new(
             batch,
