@@ -38,7 +38,9 @@ def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plai
     assert step["verified_rows"] == step["num_requests"] + step["selected_tokens"]
     assert 0 <= step["plain_steps"] <= step["num_steps"]
     assert step["plain_steps"] < step["num_steps"], "the first steps look at the draft"
-    assert auto.metric("sglang:tetris_plain_steps_total") == after["plain_steps"]
+    # Under overlap scheduling a step may still be running.
+    plain_steps = auto.metric("sglang:tetris_plain_steps_total")
+    assert after["plain_steps"] <= plain_steps <= auto.tetris_state()["plain_steps"]
 
 
 def test_it_says_what_it_believes(auto, mixed_prompts):

@@ -52,7 +52,7 @@ STARTS = {
     ),
     "a word as capacity": Start(
         [*PAIR, "--speculative-tetris-capacity-per-request", "plenty"],
-        ["--speculative-tetris-capacity-per-request='plenty'", "must be a number"],
+        ["--speculative-tetris-capacity-per-request='plenty'", "must be auto or a finite number above 0"],
     ),
     "both capacities": Start(
         [*PAIR, "--speculative-tetris-capacity-tokens", "8"],

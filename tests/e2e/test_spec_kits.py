@@ -59,9 +59,9 @@ def answers(plain) -> dict[str, str]:
     ],
 )
 def test_upstreams_kit(tetris, answers, kit, method, request):
-    if method == "test_logprob_mixed" and request.node.callspec.params["tetris"] not in ROOMY:
+    if method in LONG and request.node.callspec.params["tetris"] not in ROOMY:
         pytest.skip(
-            "hundreds of requests queue for half a minute in a tiny pool; test_logprobs has this draft"
+            "hundreds of tokens or requests, in a tiny pool half a minute; test_greedy_parity has this draft"
         )
     case = kit(method)
     case.base_url, case.parity_ref_outputs = tetris.url, answers
