@@ -15,7 +15,7 @@ from typing import Annotated
 
 import torch
 import typer
-from bench_selection import ROOT, count_calls, describe_run, draw_ratio, name_commit, summarise, time_us
+from bench_selection import ROOT, describe_run, draw_ratio, name_commit, summarise, time_in_turn
 from rich import box
 from rich.console import Console
 from rich.progress import track
@@ -78,12 +78,7 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
         "select": lambda: select_prefixes(survival_from_probs(probs), 2 * batch),
         "copy": lambda: probs.clone(),
     }
-    with torch.inference_mode():
-        calls = {name: count_calls(part, round_ms, device) for name, part in parts.items()}
-        elapsed_us: dict[str, list[float]] = {name: [] for name in parts}
-        for _ in range(rounds):
-            for name, part in parts.items():
-                elapsed_us[name].append(time_us(part, calls[name], device) / calls[name])
+    elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     # Per round: what a step with one call for all depths costs.
     steps_us = [
         apply + outcomes + observe + refresh / refresh_every

@@ -14,7 +14,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from bench_selection import ROOT, count_calls, describe_run, name_commit, summarise, time_us
+from bench_selection import ROOT, describe_run, name_commit, summarise, time_in_turn
 from rich import box
 from rich.console import Console
 from rich.progress import track
@@ -108,12 +108,7 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
         "curves": lambda: measure_curves(survival, depths, depth, shares),
         "copy": lambda: probs.clone(),
     }
-    with torch.inference_mode():
-        calls = {name: count_calls(part, round_ms, device) for name, part in parts.items()}
-        elapsed_us: dict[str, list[float]] = {name: [] for name in parts}
-        for _ in range(rounds):
-            for name, part in parts.items():
-                elapsed_us[name].append(time_us(part, calls[name], device) / calls[name])
+    elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     return {"batch": batch, **{f"{name}_us": summarise(samples) for name, samples in elapsed_us.items()}}
 
 

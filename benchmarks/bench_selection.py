@@ -139,6 +139,19 @@ def count_calls(rule: Callable[[], object], round_ms: float, device: str) -> int
     return calls
 
 
+def time_in_turn(
+    parts: dict[str, Callable[[], object]], rounds: int, round_ms: float, device: str
+) -> dict[str, list[float]]:
+    """Microseconds per call of every part, a sample per round; within a round the parts take turns."""
+    with torch.inference_mode():
+        calls = {name: count_calls(part, round_ms, device) for name, part in parts.items()}
+        elapsed_us: dict[str, list[float]] = {name: [] for name in parts}
+        for _ in range(rounds):
+            for name, part in parts.items():
+                elapsed_us[name].append(time_us(part, calls[name], device) / calls[name])
+    return elapsed_us
+
+
 def summarise(samples: list[float]) -> dict[str, float]:
     first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
     return {"median": median, "first_quartile": first, "third_quartile": third}
