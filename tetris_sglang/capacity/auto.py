@@ -118,28 +118,16 @@ class AutoCapacity:
 
     @staticmethod
     def _look_deep(batch_size: int, limits: DraftLimits, capacity_tokens: int) -> StepPlan:
-        num_nodes = batch_size * limits.count_nodes(limits.num_steps)
-        capacity_tokens = max(1, min(capacity_tokens, num_nodes))
-        rows = limits.fit_rows(batch_size, batch_size + capacity_tokens)
-        if rows is not None:
-            capacity_tokens = min(rows - batch_size, num_nodes)
-        return StepPlan(limits.num_steps, capacity_tokens)
+        return limits.fit(batch_size, limits.num_steps, max(1, capacity_tokens))
 
     def _list_candidates(self, batch_size: int, limits: DraftLimits) -> _Candidates:
-        plans = {StepPlan(0, 0): limits.fit_rows(batch_size, batch_size) or batch_size}
+        capacities = np.unique(np.rint(self.curves.shares * batch_size).astype(int)).tolist()
+        # Several capacities may fill the same graph.
+        plans = {StepPlan(0, 0): None}
         for depth in limits.depths:
             num_nodes = batch_size * limits.count_nodes(depth)
-            for capacity_tokens in np.unique(np.rint(self.curves.shares * batch_size).astype(int)).tolist():
-                if not 0 < capacity_tokens <= num_nodes:
-                    continue
-                rows = limits.fit_rows(batch_size, batch_size + capacity_tokens)
-                if rows is None:
-                    rows = batch_size + capacity_tokens
-                else:
-                    capacity_tokens = min(rows - batch_size, num_nodes)
-                if capacity_tokens:
-                    plans[StepPlan(depth, capacity_tokens)] = rows
+            plans |= {limits.fit(batch_size, depth, c): None for c in capacities if 0 < c <= num_nodes}
         depths, capacity_tokens = (np.array(column) for column in zip(*plans, strict=True))
-        rows = np.array(list(plans.values()))
+        rows = np.array([limits.count_rows(batch_size, plan.capacity_tokens) for plan in plans])
         features = self.step_times.features(batch_size, depths, rows)
         return _Candidates(depths, capacity_tokens, features)

@@ -38,13 +38,7 @@ class FixedCapacity:
         """No request can be given more tokens than the whole capacity, so a small one needs no deep drafts."""
         capacity_tokens = self.count_tokens(batch_size)
         depth = next((d for d in limits.depths if d >= capacity_tokens), limits.num_steps)
-        num_nodes = batch_size * limits.count_nodes(depth)
-        capacity_tokens = min(capacity_tokens, num_nodes)
-        tier = limits.fit_rows(batch_size, batch_size + capacity_tokens)
-        if tier is not None:
-            # The rows up to the tier are paid for anyway.
-            capacity_tokens = min(tier - batch_size, num_nodes)
-        return StepPlan(depth, capacity_tokens)
+        return limits.fit(batch_size, depth, capacity_tokens)
 
     def count_tokens(self, batch_size: int) -> int:
         if batch_size < 1:

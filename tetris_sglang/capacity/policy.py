@@ -37,6 +37,17 @@ class DraftLimits:
     def num_steps(self) -> int:
         return self.depths[-1]
 
+    def fit(self, batch_size: int, depth: int, capacity_tokens: int) -> StepPlan:
+        """A plan with at least so many tokens, if as many are drafted: the rows up to a graph's are paid for anyway."""
+        num_nodes = batch_size * self.count_nodes(depth)
+        capacity_tokens = min(capacity_tokens, num_nodes)
+        rows = self.count_rows(batch_size, capacity_tokens)
+        return StepPlan(depth, min(rows - batch_size, num_nodes))
+
+    def count_rows(self, batch_size: int, capacity_tokens: int) -> int:
+        """Rows of the target's pass."""
+        return self.fit_rows(batch_size, batch_size + capacity_tokens) or batch_size + capacity_tokens
+
 
 class CapacityPolicy(Protocol):
     """Decides a step's depth and capacity on the host before the step's draft runs.

@@ -54,10 +54,8 @@ class StepPlanner:
         self._read_curves()
         context_tokens = float(batch.seq_lens_sum or 0)
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
-        rows = self._limits.fit_rows(batch_size, batch_size + plan.capacity_tokens)
-        self._clock.describe(
-            StepShape(batch_size, plan.depth, rows or batch_size + plan.capacity_tokens, context_tokens)
-        )
+        rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
+        self._clock.describe(StepShape(batch_size, plan.depth, rows, context_tokens))
         return plan
 
     def _limit(self, plan: StepPlan, num_speculating: int) -> StepPlan:
