@@ -26,9 +26,7 @@ _BLOCK = 256
 
 def main(
     out: Annotated[Path, typer.Argument(help="File to write; .gz is compressed.")],
-    name: Annotated[
-        str, typer.Option(help="standalone, overconfident, ngram, ngram_human.")
-    ] = "standalone",
+    name: Annotated[str, typer.Option(help="standalone, overconfident, ngram, ngram_human.")] = "standalone",
     replay: Annotated[Path, typer.Option(help="What scripts/record_replay.py wrote.")] = REPLAY,
 ) -> None:
     with np.load(replay) as arrays:
@@ -50,7 +48,9 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_for_writing(out, depth, drafts=name, **{EVERY_POSITION: True}) as file:
         file.write(rows.tobytes())
-    print(f"{out}: {num_rows} positions of {len(starts) - 1} texts, {accepted.float().mean():.2f} of {depth} accepted")
+    print(
+        f"{out}: {num_rows} positions of {len(starts) - 1} texts, {accepted.float().mean():.2f} of {depth} accepted"
+    )
 
 
 def calibrate(probs: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:

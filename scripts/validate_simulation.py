@@ -80,8 +80,12 @@ class Prompt(NamedTuple):
 
 
 def main(
-    arms: Annotated[str, typer.Option(help="To measure, beside none; empty: none.")] = "sd1,sd3,tetris2+2,auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs per arm and concurrency, each of other prompts.")] = 2,
+    arms: Annotated[
+        str, typer.Option(help="To measure, beside none; empty: none.")
+    ] = "sd1,sd3,tetris2+2,auto",
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Runs per arm and concurrency, each of other prompts.")
+    ] = 2,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens per request.")] = 64,
     shape: Annotated[str, typer.Option(help="What the target is inflated to.")] = "cpu-100m",
     retime: Annotated[bool, typer.Option(help="Time the passes again.")] = False,
@@ -108,6 +112,8 @@ def main(
             kept = [s for s in results["samples"] if s["group"] != arm]
             results["samples"] = kept + measure_group(arm, base, folder, prompts, repeats, output_len)
             results["provenance"] = describe_run("cpu", 0) | {
+                "command": "python scripts/validate_simulation.py",
+                "clock": "wall clock",
                 "commit": name_commit(["tetris_sglang", "scripts/validate_simulation.py"]),
                 "shape": shape,
                 "output_len": output_len,
@@ -192,9 +198,7 @@ def measure(
             _, seconds = generate(server.url, texts, concurrency=1, max_new_tokens=1)
             first_token_s = seconds / len(texts)
         flush_cache(server.url)
-        completions, seconds = generate(
-            server.url, texts, concurrency=concurrency, max_new_tokens=output_len
-        )
+        completions, seconds = generate(server.url, texts, concurrency=concurrency, max_new_tokens=output_len)
     finally:
         server.pause()
     counts = count_drafts(completion.meta_info for completion in completions)
@@ -222,7 +226,8 @@ def predict(results: dict[str, Any], one: RequestClass, prompts: list[Prompt], o
     for arm, concurrency in sorted(keys, key=lambda key: (list(ARMS).index(key[0]), key[1])):
         samples = [s for s in results["samples"] if (s["arm"], s["concurrency"]) == (arm, concurrency)]
         outcomes = [
-            simulate(arm, concurrency, s["repeat"], passes, calibration, one, prompts, output_len) for s in samples
+            simulate(arm, concurrency, s["repeat"], passes, calibration, one, prompts, output_len)
+            for s in samples
         ]
         speeds = [s["tokens"] / s["seconds"] for s in samples]
         measured = sum(s["tokens"] for s in samples) / sum(s["seconds"] for s in samples)
@@ -283,7 +288,16 @@ def calibrate(samples, passes, one, prompts, output_len) -> Calibration:
 
 def report(results: dict[str, Any], out: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
-    headers = ("policy", "in flight", "measured tok/s", "predicted", "error", "accept length", "predicted", "")
+    headers = (
+        "policy",
+        "in flight",
+        "measured tok/s",
+        "predicted",
+        "error",
+        "accept length",
+        "predicted",
+        "",
+    )
     lines = []
     for setting in results["settings"]:
         within = "within" if abs(setting["error"]) <= BAND else "**outside**"
@@ -312,14 +326,20 @@ def report(results: dict[str, Any], out: Path) -> None:
     )
     console.print(verdict, highlight=False)
     fit, where = results["calibration"], results["provenance"]
+    made = (
+        f"{where['device']}; commit {where['commit']}; target `{where['shape']}`, float32, greedy, "
+        f"{where['output_len']} tokens per request; range over runs in brackets."
+    )
+    fitted = (
+        f"Fitted to no speculation with one request in flight: {fit['host_s'] * 1e3:.1f} ms of host time per step, "
+        f"{fit['prefill_s'] * 1e3:.1f} ms per prefill beyond the passes. {verdict}"
+    )
     text = [
         "# The simulator against real servers",
         "",
-        f"{where['cpu']}; commit {where['commit']}; target `{where['shape']}`, float32, greedy, "
-        f"{where['output_len']} tokens per request; range over runs in brackets.",
+        made,
         "",
-        f"Fitted to no speculation with one request in flight: {fit['host_s'] * 1e3:.1f} ms of host time per step, "
-        f"{fit['prefill_s'] * 1e3:.1f} ms per prefill beyond the passes. {verdict}",
+        fitted,
         "",
         "| " + " | ".join(headers) + " |",
         "|" + "---|" * len(headers),

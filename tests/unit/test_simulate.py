@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -57,7 +54,10 @@ def make_class(rows: DraftRows | None = None, **options) -> RequestClass:
 
 
 def make_setup(**options) -> Setup:
-    defaults = dict(num_replicas=1, router=0, max_running=64, chunk_tokens=128, kv_tokens=10**9, users=0, warm_up=0)
+    defaults = {
+        **{"num_replicas": 1, "router": 0, "max_running": 64, "chunk_tokens": 128},
+        **{"kv_tokens": 10**9, "users": 0, "warm_up": 0},
+    }
     return Setup(**defaults | options)
 
 
@@ -144,7 +144,9 @@ def test_tokens_of_the_window_are_those_emitted_in_it():
     # All of them but those of the first and last few seconds.
     inside = (times.start_s >= times.start_s[30]) & (times.finish_s <= times.start_s[99])
     least = requests.output_lens[inside].sum()
-    most = requests.output_lens[(times.finish_s >= times.start_s[30]) & (times.start_s <= times.start_s[99])].sum()
+    most = requests.output_lens[
+        (times.finish_s >= times.start_s[30]) & (times.start_s <= times.start_s[99])
+    ].sum()
     assert least <= counts.tokens <= most
     assert counts.busy_s == pytest.approx(counts.window_s, rel=0.02)
 

@@ -64,7 +64,7 @@ def make_costs(
     max_running: int,
     depth: int,
     chunk_tokens: int,
-    calibration: Calibration = Calibration(),  # noqa: B008 - frozen
+    calibration: Calibration = Calibration(),
 ) -> StepCosts:
     """Tables for batches up to `max_running` that draft up to `depth` levels."""
     if not passes.target_s:
@@ -147,7 +147,9 @@ def model_passes(device: str, *, model_b: float, draft_b: float, kv_kib_per_toke
     """
     sheet = _find_device(device)
     if model_b <= 0 or draft_b <= 0:
-        raise ValueError(f"--model-b {model_b:g}, --draft-b {draft_b:g}: give sizes above 0, in 1e9 parameters")
+        raise ValueError(
+            f"--model-b {model_b:g}, --draft-b {draft_b:g}: give sizes above 0, in 1e9 parameters"
+        )
 
     def pass_s(parameters: float, rows: int, overhead_s: float) -> float:
         memory_s = parameters * BYTES_PER_WEIGHT / (_BANDWIDTH_REACHED * sheet.bandwidth)
@@ -167,7 +169,9 @@ def count_kv_tokens(device: str, *, model_b: float, draft_b: float, kv_kib_per_t
     """Tokens whose KV entries fit beside the weights."""
     free = _MEMORY_USED * _find_device(device).memory - (model_b + draft_b) * 1e9 * BYTES_PER_WEIGHT
     if free <= 0:
-        raise ValueError(f"--model-b {model_b:g} does not fit into one {device}; tensor parallelism is not modelled")
+        raise ValueError(
+            f"--model-b {model_b:g} does not fit into one {device}; tensor parallelism is not modelled"
+        )
     return int(free / (kv_kib_per_token * 1024))
 
 

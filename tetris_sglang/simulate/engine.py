@@ -88,7 +88,7 @@ class Times(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram):  # noqa: PLR0913
+def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram):
     """TETRIS's choice by counting sort: `selection.select_prefixes` on whole-number survivals, ties included.
 
     Args:
@@ -136,7 +136,7 @@ def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram):  # noqa
 
 
 @njit(cache=True, nogil=True)
-def _simulate(requests, table, costs, plans, setup, times):  # noqa: PLR0912, PLR0915 - one loop, compiled at once
+def _simulate(requests, table, costs, plans, setup, times):
     num_requests, num_replicas = len(requests.output_lens), setup.num_replicas
     max_running = setup.max_running
     arrival_s, class_starts = requests.arrival_s, table.class_starts

@@ -89,7 +89,11 @@ def choose_plans(
         position = math.log2(batch)
         low = min(int(position), len(sizes) - 1)
         high = min(low + 1, len(sizes) - 1)
-        curve = (1 + low - position) * curves[low] + (position - low) * curves[high] if high > low else curves[low]
+        curve = (
+            (1 + low - position) * curves[low] + (position - low) * curves[high]
+            if high > low
+            else curves[low]
+        )
         tokens = np.rint(per_request * batch).astype(np.int64)
         is_plan = (tokens > 0) & (tokens <= levels * batch)
         d, c = levels[is_plan], tokens[is_plan]
@@ -98,7 +102,9 @@ def choose_plans(
         part = (at - shares[right - 1]) / (shares[right] - shares[right - 1])
         accepted = (1 - part) * curve[d - 1, right - 1] + part * curve[d - 1, right]
         fixed_s = costs.host_s[batch] + costs.context_s * context_tokens * batch
-        seconds = fixed_s + costs.target_s[batch + c] + costs.window_s[batch] + (d - 1) * costs.branch_s[batch]
+        seconds = (
+            fixed_s + costs.target_s[batch + c] + costs.window_s[batch] + (d - 1) * costs.branch_s[batch]
+        )
         value = (1 + accepted) / seconds
         best = int(value.argmax())
         if value[best] > 1 / (fixed_s + costs.target_s[batch]):
