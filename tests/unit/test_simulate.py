@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from tetris_sglang.capacity import PassTimes
-from tetris_sglang.selection import select_prefixes
-from tetris_sglang.simulate.costs import Calibration, make_costs
-from tetris_sglang.simulate.engine import (
-    ROUTERS,
-    Setup,
-    choose_prefixes,
-    simulate_fleet,
+from tetris_sglang.capacity import (
+    AcceptCurves,
+    AutoCapacity,
+    DraftLimits,
+    PassTimes,
+    StepPlan,
+    StepShape,
+    StepTimeModel,
+    capacity_shares,
+    measure_curves,
 )
+from tetris_sglang.cli import app
+from tetris_sglang.selection import select_prefixes
+from tetris_sglang.simulate.costs import (
+    Calibration,
+    count_kv_tokens,
+    fill_curve,
+    load_pass_times,
+    make_costs,
+    model_passes,
+)
+from tetris_sglang.simulate.engine import ROUTERS, Setup, choose_prefixes, simulate_fleet
 from tetris_sglang.simulate.fleet import find_replicas, simulate_setting
 from tetris_sglang.simulate.policies import make_plans
 from tetris_sglang.simulate.reference import simulate_fleet_reference
-from tetris_sglang.simulate.traces import CODES, DraftRows, encode
+from tetris_sglang.simulate.traces import CODES, DraftRows, encode, read_rows
+from tetris_sglang.simulate.traces import make_rows as convert
 from tetris_sglang.simulate.workload import (
     Lengths,
     RequestClass,
     draw_arrivals,
     draw_requests,
     join_rows,
+    read_arrivals,
+    read_classes,
 )
+from tetris_sglang.trace import open_for_writing, read_trace, row_type
 
 DEPTH = 4
 PASSES = PassTimes(
@@ -55,8 +77,13 @@ def make_class(rows: DraftRows | None = None, **options) -> RequestClass:
 
 def make_setup(**options) -> Setup:
     defaults = {
-        **{"num_replicas": 1, "router": 0, "max_running": 64, "chunk_tokens": 128},
-        **{"kv_tokens": 10**9, "users": 0, "warm_up": 0},
+        "num_replicas": 1,
+        "router": 0,
+        "max_running": 64,
+        "chunk_tokens": 128,
+        "kv_tokens": 10**9,
+        "users": 0,
+        "warm_up": 0,
     }
     return Setup(**defaults | options)
 
@@ -236,12 +263,221 @@ def test_auto_is_about_as_fast_as_the_best_fixed_policy(quality, users):
     requests = draw_requests([one], 6 * users + 60, seed=0)
     setup = make_setup(users=users, warm_up=users)
 
+    costs = costs_for(setup)
+
     def speed(policy: str) -> float:
-        counts, _ = serve(policy, setup, [one], requests)
+        # Its draft prefills every prompt, also where it is of no further use.
+        plans = make_plans(policy, costs, [one], max_running=64)._replace(has_draft=True)
+        counts, _ = simulate_fleet(requests, join_rows([one]), costs, plans, setup)
         return counts.tokens / counts.window_s
 
     policies = ["none", "sd1", "sd2", "sd4", "tetris0.5+1", "tetris1+1", "tetris2+2", "tetris3+1"]
     assert speed("auto") > 0.97 * max(map(speed, policies))
+
+
+@pytest.mark.parametrize(("quality", "batch_size"), [(0.5, 1), (0.5, 32), (0.8, 8), (0.8, 48), (0.2, 24)])
+def test_auto_is_what_automatic_capacity_converges_to(quality, batch_size):
+    """The real policy, learning from steps that cost and accept what the simulator's do."""
+    one = make_class(make_rows(quality, texts=60))
+    rows, costs = one.rows, costs_for(make_setup())
+    limits = DraftLimits(range(1, DEPTH + 1), int)
+    real = AutoCapacity(
+        StepTimeModel(PASSES, max_rows=64 * (DEPTH + 1), max_batch_size=64),
+        AcceptCurves(DEPTH, capacity_shares(DEPTH)),
+    )
+    shares = torch.tensor(real.curves.shares, dtype=torch.float32)
+    plans = make_plans("auto", costs, [one], max_running=64)
+    table = StepPlan(int(plans.depth[batch_size]), int(plans.capacity[batch_size]))
+    context_tokens = 100 * batch_size
+
+    def run(choose, num_steps: int, learns: bool) -> float:
+        at = np.random.default_rng(1).integers(0, len(rows.accepted), batch_size)
+        tokens = total_s = 0.0
+        for _ in range(num_steps):
+            plan = choose()
+            accepted = np.zeros(batch_size, np.int64)
+            seconds = costs.target_s[batch_size + plan.capacity_tokens] + costs.host_s[batch_size]
+            seconds += costs.context_s * context_tokens
+            if plan.depth:
+                survival = torch.from_numpy(rows.survival[at, : plan.depth])
+                lens = select_prefixes(survival, plan.capacity_tokens).numpy()
+                accepted = np.minimum(rows.accepted[at], lens)
+                seconds += costs.window_s[batch_size] + (plan.depth - 1) * costs.branch_s[batch_size]
+                if learns:
+                    depths = torch.arange(1, plan.depth + 1)
+                    curves = measure_curves(survival, depths, plan.depth, shares)
+                    real.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
+                    real.curves.confirm(int(accepted.sum()))
+            if learns:
+                num_rows = batch_size + plan.capacity_tokens
+                shape = StepShape(batch_size, plan.depth, num_rows, context_tokens)
+                real.step_times.observe(shape, seconds)
+            at = (at + accepted + 1) % len(rows.accepted)
+            tokens, total_s = tokens + batch_size + accepted.sum(), total_s + seconds
+        return tokens / total_s
+
+    run(lambda: real.choose(batch_size, limits, context_tokens), 300, learns=True)
+    learnt = run(lambda: real.choose(batch_size, limits, context_tokens), 500, learns=True)
+    assert run(lambda: table, 500, learns=False) == pytest.approx(learnt, rel=0.04)
+
+
+def test_a_heavier_class_is_served_faster():
+    light, heavy = make_class(name="light"), make_class(name="heavy", weight=8.0)
+    requests = draw_requests([light, heavy], 800, seed=0)
+    _, times = serve("tetris1+3", make_setup(users=32), [light, heavy], requests)
+    tpot = (times.finish_s - times.first_token_s) / np.maximum(requests.output_lens - 1, 1)
+    long = requests.output_lens > 20
+    light_s, heavy_s = (np.median(tpot[long & (requests.class_ids == kind)]) for kind in (0, 1))
+    assert heavy_s < 0.8 * light_s
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("sd9", "policy sd9: drafts 9 tokens; the trace has 1 to 4"),
+        ("sd0", "drafts 0"),
+        ("tetris2", "there are none, sdK"),
+        ("uniform1.5+1", "there are none, sdK"),
+    ],
+)
+def test_policies_that_are_none(policy, message):
+    with pytest.raises(ValueError, match=message):
+        make_plans(policy, costs_for(make_setup()), [make_class()], max_running=64)
+
+
+def test_plans_of_fixed_policies():
+    def plan(policy: str, batch: int) -> tuple[int, int]:
+        plans = make_plans(policy, costs_for(make_setup()), [make_class()], max_running=64)
+        return int(plans.depth[batch]), int(plans.capacity[batch])
+
+    assert plan("none", 5) == (0, 0)
+    assert plan("sd3", 5) == plan("uniform3+0", 5) == (3, 15)
+    assert plan("uniform2+1", 5) == (3, 10)
+    assert plan("tetris1.5+1", 5) == (3, 7)
+    assert plan("tetris4@6", 5) == (4, 6)
+    # No more than is drafted, and no deeper than so few can reach.
+    assert plan("tetris4@6", 1) == (4, 4)
+    assert plan("tetris4@2", 5) == (2, 2)
+
+
+# -- traces --------------------------------------------------------------------------------------------------------
+
+
+def record(rows: DraftRows, verify: int, path: Path, **described) -> None:
+    """Write what a run records that verifies `verify` of each chain."""
+    depth, lines = rows.depth, []
+    for request, (start, end) in enumerate(itertools.pairwise(rows.starts.tolist())):
+        at = start
+        while at < end:
+            accepted = min(int(rows.accepted[at]), verify)
+            lines.append((at - start, request, at, accepted))
+            at += accepted + 1
+    # Requests take turns, as in a batch.
+    lines.sort()
+    table = np.zeros(len(lines), row_type(depth))
+    for step, (row, (_, request, at, accepted)) in enumerate(zip(table, lines, strict=True)):
+        row["step"], row["request"], row["depth"], row["selected"] = step, request, depth, verify
+        row["raw"] = row["survival"] = rows.survival[at]
+        row["node_depths"] = np.arange(1, depth + 1)
+        row["accepted"] = np.packbits(np.arange(depth) < accepted, bitorder="little")
+    with open_for_writing(path, depth, **described) as file:
+        file.write(table.tobytes())
+
+
+def make_text_rows() -> DraftRows:
+    """Texts whose drafts are right or wrong wherever a step begins, as a deterministic draft's are."""
+    hits = np.random.default_rng(0).random((6, 400)) < 0.7
+    probs = np.where(hits, 0.8, 0.4)
+    positions = range(400 - 2 * DEPTH)
+    survival = [chance[at : at + DEPTH].cumprod() for chance in probs for at in positions]
+    accepted = [line[at : at + DEPTH].cumprod().sum() for line in hits for at in positions]
+    return DraftRows(np.array(survival, np.float32), np.array(accepted), np.arange(7) * len(positions))
+
+
+def test_positions_between_recorded_steps_are_found(tmp_path):
+    truth = make_text_rows()
+    record(truth, DEPTH, tmp_path / "run.trace.gz")
+    found = read_rows(tmp_path / "run.trace.gz")
+    assert len(found.starts) == 7
+    for mine, true in zip(found.starts[:-1], truth.starts[:-1], strict=True):
+        accepted, expected = (rows.accepted[at : at + 380] for rows, at in ((found, mine), (truth, true)))
+        first, expected_first = (
+            rows.survival[at : at + 380, 0] for rows, at in ((found, mine), (truth, true))
+        )
+        # Where a rejection was seen all is known, and it is seen unless a step accepted everything.
+        assert (accepted == expected).mean() > 0.7
+        rejected = expected == 0
+        known = np.abs(first - expected_first)[rejected] < 2e-3
+        assert known.mean() > 0.9
+    assert found.accepted.mean() == pytest.approx(truth.accepted.mean(), rel=0.05)
+    assert found.survival.mean(axis=0) == pytest.approx(truth.survival.mean(axis=0), rel=0.05)
+
+
+def test_drafts_that_were_not_verified_are_drawn(tmp_path):
+    truth = make_text_rows()
+    record(truth, 2, tmp_path / "run.trace")
+    found = read_rows(tmp_path / "run.trace")
+    shares = [np.bincount(rows.accepted, minlength=DEPTH + 1) / len(rows.accepted) for rows in (found, truth)]
+    assert shares[0][:2] == pytest.approx(shares[1][:2], abs=0.03)
+    assert shares[0][DEPTH] > 0.05
+    assert (np.diff(found.survival, axis=1) <= 0).all()
+    assert np.array_equal(read_rows(tmp_path / "run.trace").accepted, found.accepted)
+
+
+def test_a_row_per_position_is_taken_as_it_is(tmp_path):
+    truth = make_rows()
+    # Written as if each step had emitted one token.
+    every = truth._replace(accepted=np.zeros_like(truth.accepted))
+    record(every, DEPTH, tmp_path / "all.trace", every_position=True)
+    found = read_rows(tmp_path / "all.trace")
+    assert np.allclose(found.survival, truth.survival, atol=1e-3)
+    assert np.array_equal(found.starts, truth.starts)
+
+
+def test_traces_that_cannot_be_used(tmp_path):
+    path = tmp_path / "one.trace"
+    record(make_rows(texts=1, positions=2), DEPTH, path, every_position=True)
+    with pytest.raises(ValueError, match="positions; more than its 4 levels"):
+        read_rows(path)
+    trace = read_trace(path)
+    with pytest.raises(ValueError, match="draft trees"):
+        convert(trace._replace(node_depths=np.ones_like(trace.node_depths)))
+    with pytest.raises(ValueError, match="no drafts"):
+        convert(trace._replace(node_depths=np.zeros_like(trace.node_depths)))
+
+
+# -- costs ---------------------------------------------------------------------------------------------------------
+
+
+def test_curves_go_on_with_their_last_slope():
+    curve = fill_curve({2: 1.0, 4: 3.0, 5: 2.0, 8: 6.0}, 10)
+    # What falls is noise.
+    assert curve == pytest.approx([1, 1, 1, 2, 3, 3, 4, 5, 6, 7, 8])
+
+
+def test_roofline():
+    passes = model_passes("h100", model_b=8, draft_b=0.5, kv_kib_per_token=128)
+    small = passes.target_s[1]
+    assert 16e9 / 3.35e12 < small < 2 * 16e9 / 3.35e12
+    assert passes.target_s[64] == small
+    largest = max(passes.target_s)
+    assert passes.target_s[largest] > 2 * 8e9 * largest / 989e12
+    assert passes.window_s[1] < small / 5
+    with pytest.raises(ValueError, match="--device tpu: there are a100"):
+        model_passes("tpu", model_b=8, draft_b=0.5, kv_kib_per_token=128)
+    with pytest.raises(ValueError, match="does not fit"):
+        count_kv_tokens("h100", model_b=70, draft_b=1, kv_kib_per_token=320)
+
+
+def test_pass_times_of_a_server(tmp_path):
+    path = tmp_path / "passes.json"
+    path.write_text(json.dumps(PASSES.to_json()))
+    assert load_pass_times(path) == PASSES
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="no pass times of a server"):
+        load_pass_times(path)
+    with pytest.raises(ValueError, match="No such file"):
+        load_pass_times(tmp_path / "none.json")
 
 
 # -- inputs --------------------------------------------------------------------------------------------------------
@@ -271,3 +507,109 @@ def test_codes_keep_order_and_weights():
     survival = np.array([[1.0, 0.5, 1e-6, 0.0]], np.float32)
     assert encode(survival).tolist() == [[1023, 512, 1, 0]]
     assert encode(survival, 0.25).tolist() == [[256, 128, 1, 0]]
+
+
+def test_arrivals_from_a_file(tmp_path):
+    path = tmp_path / "arrivals.txt"
+    path.write_text("12.5\n10\n11\n")
+    assert read_arrivals(path).tolist() == [0.0, 1.0, 2.5]
+    path.write_text("now\n")
+    with pytest.raises(ValueError, match="--arrivals"):
+        read_arrivals(path)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "some.trace.gz"
+    record(make_rows(0.8, texts=30), DEPTH, path)
+    return path
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_command(trace, tmp_path):
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = (
+        *("--trace", trace, "--device", "h100", "--users", "1,32", "--requests", "150"),
+        *("--policies", "sd2,auto", "--output-len", "20-60", "--capacities", "0.5,2"),
+        *("--slo-tpot-ms", "5", "--most-replicas", "8", "--json", out, "--plot", picture),
+    )
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "modelled, not measured" in result.output
+    assert "Where speculation pays" in result.output
+    first = json.loads(out.read_text())
+    settings = {(one["policy"], one["load"]): one for one in first["settings"]}
+    assert settings.keys() == {(policy, load) for policy in ("none", "sd2", "auto") for load in (1.0, 32.0)}
+    assert settings["none", 32.0]["gain"] == 1.0
+    assert settings["auto", 1.0]["gain"] > 1.3
+    speeds = settings["auto", 1.0]["output_tokens_per_s"], settings["none", 1.0]["output_tokens_per_s"]
+    assert speeds[0] / speeds[1] == pytest.approx(settings["auto", 1.0]["gain"])
+    assert len(first["capacities"]) == 4
+    replicas = {(one["policy"], one["load"]): one["replicas"] for one in first["replicas"]}
+    # A plain step takes longer than that, with however few requests.
+    assert replicas["none", 1.0] is None
+    assert replicas["auto", 1.0] == 1
+    assert picture.stat().st_size > 1000
+    assert call(*arguments).exit_code == 0
+    assert json.loads(out.read_text()) == first
+    assert call(*arguments, "--seed", "1").exit_code == 0
+    assert json.loads(out.read_text())["settings"] != first["settings"]
+
+
+def test_command_with_classes_and_a_fleet(trace, tmp_path):
+    classes = [
+        {"trace": trace.name, "share": 3},
+        {"trace": trace.name, "name": "b", "output_len": 9, "weight": 2},
+    ]
+    path, out = trace.parent / "classes.json", tmp_path / "out.json"
+    path.write_text(json.dumps(classes))
+    result = call(
+        *("--classes", path, "--device", "h100", "--arrivals", "gamma", "--rates", "2,20", "--replicas", "2"),
+        *("--requests", "200", "--policies", "tetris1+1", "--json", out),
+    )
+    assert result.exit_code == 0, result.output
+    assert "2 replicas, power_of_two" in result.output
+    for one in json.loads(out.read_text())["settings"]:
+        assert 0 < one["utilisation"] <= 1
+        assert one["gain"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "either --trace or --classes"),
+        (["--trace", "TRACE"], "either --pass-times"),
+        (["--trace", "no.trace", "--device", "h100"], "no such file"),
+        (["--trace", "TRACE", "--device", "h100", "--router", "cache_aware"], "is not modelled"),
+        (["--trace", "TRACE", "--device", "h100", "--users", "1,x"], "--users"),
+        (["--trace", "TRACE", "--device", "h100", "--users", "1.5"], "whole numbers"),
+        (["--trace", "TRACE", "--device", "h100", "--users", "50", "--requests", "50"], "--requests 50"),
+        (["--trace", "TRACE", "--device", "h100", "--kv-tokens", "5"], "does not fit into a KV cache of 5"),
+        (["--trace", "TRACE", "--device", "h100", "--arrivals", "weekly"], "closed, poisson, gamma"),
+        (["--trace", "TRACE", "--device", "h100", "--max-running", "0"], "--max-running 0"),
+        (["--trace", "TRACE", "--device", "h100", "--policies", "best"], "there are none, sdK"),
+    ],
+)
+def test_bad_input_is_named(arguments, message, trace):
+    result = call(*(str(trace) if argument == "TRACE" else argument for argument in arguments))
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_classes_that_are_none(tmp_path):
+    path = tmp_path / "classes.json"
+    for text, message in (
+        ("{", "Expecting"),
+        ("[]", "list of objects"),
+        ('[{"name": "a"}]', "needs a trace"),
+        ('[{"trace": "a", "speed": 1}]', "unknown speed"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_classes(path)

@@ -111,17 +111,18 @@ def _add_positions_between(survival, accepted, known, requests):
 
 def _fill(survival, accepted, known, random):
     """Levels without a survival, or without an outcome, continue as the mean row does at that level."""
-    depth = survival.shape[1]
+    depth, ratio = survival.shape[1], 0.0
     survival, accepted = survival.copy(), accepted.copy()
     for level in range(depth):
         above = survival[:, level - 1] if level else np.ones(len(survival), np.float32)
         mine = survival[:, level]
         has = ~np.isnan(mine) & (above > 0)
-        ratio = float(np.mean(mine[has] / above[has])) if has.any() else 0.0
+        ratio = float(np.mean(mine[has] / above[has])) if has.any() else ratio
         survival[:, level] = np.where(np.isnan(mine), above * ratio, mine)
         reached = (accepted >= level) & (known > level)
         # Levels above that were drawn do not count: they say nothing new.
-        share = float(np.mean(accepted[reached] > level)) if reached.any() else 0.0
+        # Where none was verified, what the draft believes has to do.
+        share = float(np.mean(accepted[reached] > level)) if reached.any() else ratio
         is_open = (accepted == level) & (known <= level)
         accepted[is_open & (random.random(len(accepted)) < share)] += 1
     return np.minimum.accumulate(survival, axis=1), accepted
