@@ -50,16 +50,25 @@ from tetris_sglang.simulate.traces import read_rows
 from tetris_sglang.simulate.workload import Lengths, RequestClass, Requests, join_rows
 
 RESULTS = REPOSITORY / "benchmarks/results/simulate_validation.json"
+DEPTH = 6
 DRAFT = ("--speculative-draft-model-path", str(PAIR / "draft"))
+
+
+def standalone(k: int) -> tuple[str, ...]:
+    chain = ("--speculative-num-steps", str(k), "--speculative-num-draft-tokens", str(k + 1))
+    return "--speculative-algorithm", "STANDALONE", *DRAFT, *chain, "--speculative-eagle-topk", "1"
+
+
+def tetris(depth: int, *capacity: str) -> tuple[str, ...]:
+    return "--speculative-algorithm", "TETRIS", *DRAFT, "--speculative-num-steps", str(depth), *capacity
+
+
 ARMS = {
     "none": (),
-    "sd1": ("--speculative-algorithm", "STANDALONE", *DRAFT, "--speculative-num-steps", "1"),
-    "sd3": ("--speculative-algorithm", "STANDALONE", *DRAFT, "--speculative-num-steps", "3"),
-    "tetris2+2": (
-        *("--speculative-algorithm", "TETRIS", *DRAFT, "--speculative-num-steps", "4"),
-        *("--speculative-tetris-capacity-per-request", "2"),
-    ),
-    "auto": ("--speculative-algorithm", "TETRIS", *DRAFT, "--speculative-num-steps", "6"),
+    "sd1": standalone(1),
+    "sd3": standalone(3),
+    "tetris2+2": tetris(4, "--speculative-tetris-capacity-per-request", "2"),
+    "auto": tetris(DEPTH),
 }
 """Server flags of each of the simulator's policies."""
 PROMPTS = {1: 4, 4: 12, 8: 16, 16: 32}
@@ -67,7 +76,7 @@ PROMPTS = {1: 4, 4: 12, 8: 16, 16: 32}
 BAND = 0.10
 CHUNK_TOKENS = 2048
 """SGLang's default for --chunked-prefill-size on such a machine."""
-RECORDED_TOKENS, DEPTH = 96, 6
+RECORDED_TOKENS = 96
 FITTED = ("none", 1)
 
 
