@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -130,7 +131,9 @@ def simulate(
     Raises:
         ValueError: naming the option.
     """
-    console = console or Console()
+    if console is None:
+        # Into a file or a pipe the tables go unbroken.
+        console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
     options = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in locals().items()

@@ -43,15 +43,18 @@ def print_settings(settings: Sequence[Setting], is_closed: bool, console: Consol
             f"{setting['output_tokens_per_s']:.0f}",
             _mark(setting["gain"]),
             *(
-                f"{setting[f'{name}_p50_ms']:.3g} / {setting[f'{name}_p99_ms']:.3g}"
-                for name in ("ttft", "tpot")
+                f"{_format(setting[f'{name}_p50_ms'])} / {_format(setting[f'{name}_p99_ms'])}"
+                for name in ("ttft", "tpot", "e2e")
             ),
-            f"{setting['e2e_p50_ms']:.0f} / {setting['e2e_p99_ms']:.0f}",
             f"{setting['accept_length']:.2f}" if setting["accept_length"] else "",
             f"{setting['rows_per_step']:.0f}",
             f"{setting['utilisation']:.0%}",
         )
     console.print(table)
+
+
+def _format(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
 
 def _mark(gain: float) -> str:
