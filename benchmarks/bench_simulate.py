@@ -2,8 +2,8 @@
 
     python benchmarks/bench_simulate.py
 
-Closed loops with as many users as may run, so that nearly every step decodes a full batch; exponential lengths of 64 + 256
-tokens, 6 drafts deep. Wall clock, the median of some rounds: one engine on one core, then one per core in threads (several
+Closed loops with as many users as may run, so that nearly every batch is full; prompts of 16 tokens, 1000 to 3000 written.
+Counted are decoding steps before the last request has arrived, in all of the time: prefill batches and emptying come free. Wall clock, the median of some rounds: one engine on one core, then one per core in threads (several
 settings, or replicas behind a router that keeps no queues in mind, run like that).
 """
 
@@ -94,7 +94,7 @@ def main(
 
 
 def measure(rows, batch: int, policy: str, rounds: int, round_s: float) -> dict:
-    one = RequestClass("pair", rows, Lengths.parse("exp:64", ""), Lengths.parse("exp:256", ""))
+    one = RequestClass("pair", rows, Lengths.parse(16, ""), Lengths.parse("1000-3000", ""))
     passes = model_passes("h100", model_b=8, draft_b=0.5, kv_kib_per_token=128)
     costs = make_costs(passes, max_running=batch, depth=rows.depth, chunk_tokens=8192)
     plans = make_plans(policy, costs, [one], max_running=batch)
@@ -106,12 +106,12 @@ def measure(rows, batch: int, policy: str, rounds: int, round_s: float) -> dict:
         with ThreadPoolExecutor(threads) as pool:
             runs = list(pool.map(lambda _: engine(requests, table, costs, plans, setup), range(threads)))
         elapsed_s = time.perf_counter() - started_at
-        return sum(counts.all_steps for counts, _ in runs) / elapsed_s, elapsed_s
+        return sum(counts.decode_steps for counts, _ in runs) / elapsed_s, elapsed_s
 
     def calm(engine: Callable, num_requests: int, threads: int = 1) -> float:
         return statistics.median(steps_per_s(engine, num_requests, threads)[0] for _ in range(rounds))
 
-    few = 4 * batch + 50
+    few = 3 * batch
     _, elapsed_s = min((steps_per_s(simulate_fleet, few) for _ in range(3)), key=lambda run: run[1])
     many = int(few * max(1.0, round_s / elapsed_s))
     return {
@@ -119,7 +119,7 @@ def measure(rows, batch: int, policy: str, rounds: int, round_s: float) -> dict:
         "policy": policy,
         "steps_per_s": calm(simulate_fleet, many),
         "all_cores_steps_per_s": calm(simulate_fleet, many, os.cpu_count()),
-        "reference_steps_per_s": steps_per_s(simulate_fleet_reference, 2 * batch + 2)[0]
+        "reference_steps_per_s": steps_per_s(simulate_fleet_reference, batch + 1)[0]
         if batch <= REFERENCE_UP_TO
         else None,
     }

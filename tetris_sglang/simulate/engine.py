@@ -88,12 +88,12 @@ class Times(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram):
+def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram, tied):
     """TETRIS's choice by counting sort: `selection.select_prefixes` on whole-number survivals, ties included.
 
     Args:
-        codes: [P, D] uint16 below CODES. at: [batch] rows. lens: [batch], written.
-        histogram: [CODES] int64, scratch.
+        codes: [P, D] uint16 below CODES, non-increasing. at: [batch] rows. lens: [batch], written.
+        histogram: [CODES] int64, tied: [batch] int64, scratch.
     Returns:
         The number of drafts selected.
     """
@@ -106,32 +106,26 @@ def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram):
     while threshold > 0 and histogram[threshold] <= left:
         left -= histogram[threshold]
         threshold -= 1
-    # All above the threshold are in. Of those at it the first `left`, level by level and request by request.
-    last_level = 0
-    if threshold > 0 and left > 0:
-        histogram[:depth] = 0
-        for i in range(batch):
-            row = at[i]
-            for level in range(depth):
-                if codes[row, level] == threshold:
-                    histogram[level] += 1
-        while histogram[last_level] <= left:
-            left -= histogram[last_level]
-            last_level += 1
-    selected = 0
+    # All above the threshold are in; they are prefixes. Without branches: which it will be, nobody can predict.
+    num_tied = selected = 0
     for i in range(batch):
-        row, count = at[i], 0
+        row, above, reached = at[i], 0, 0
         for level in range(depth):
-            code = codes[row, level]
-            if code > threshold or (code == threshold and threshold > 0 and level < last_level):
-                count += 1
-            elif code == threshold and threshold > 0 and level == last_level and left > 0:
+            above += codes[row, level] > threshold
+            reached += codes[row, level] >= threshold
+        lens[i] = above
+        selected += above
+        if reached > above and threshold > 0:
+            tied[num_tied] = i
+            num_tied += 1
+    # Of those at the threshold as many as are left, level by level and request by request.
+    for level in range(depth):
+        for number in range(num_tied):
+            i = tied[number]
+            if left > 0 and lens[i] == level and codes[at[i], level] == threshold:
+                lens[i] += 1
+                selected += 1
                 left -= 1
-                count += 1
-            else:
-                break
-        lens[i] = count
-        selected += count
     return selected
 
 
@@ -143,9 +137,10 @@ def _simulate(requests, table, costs, plans, setup, times):
     codes, accepted_of = table.codes, table.accepted
 
     # Running requests of each replica, in the order in which they joined.
-    running = np.zeros((num_replicas, max_running), np.int64)
-    at = np.zeros((num_replicas, max_running), np.int64)
-    remaining = np.zeros((num_replicas, max_running), np.int64)
+    running = np.zeros((num_replicas, max_running), np.int32)
+    at = np.zeros((num_replicas, max_running), np.int32)
+    remaining = np.zeros((num_replicas, max_running), np.int32)
+    kinds = np.zeros((num_replicas, max_running), np.int32)
     num_running = np.zeros(num_replicas, np.int64)
     context = np.zeros(num_replicas, np.int64)
     kv_used = np.zeros(num_replicas, np.int64)
@@ -159,10 +154,11 @@ def _simulate(requests, table, costs, plans, setup, times):
     step_end = np.full(num_replicas, np.inf)
     step_s = np.zeros(num_replicas)
     joining = np.zeros(num_replicas, np.int64)
-    emits = np.zeros((num_replicas, max_running), np.int64)
+    emits = np.zeros((num_replicas, max_running), np.int32)
     step_counts = np.zeros((num_replicas, 4), np.int64)
 
-    lens = np.zeros(max_running, np.int64)
+    lens = np.zeros(max_running, np.int32)
+    tied = np.zeros(max_running, np.int64)
     histogram = np.zeros(CODES, np.int64)
     arrived = finished = 0
     due = 0  # requests of a closed loop that may be sent
@@ -203,6 +199,7 @@ def _simulate(requests, table, costs, plans, setup, times):
                     slot = num_running[r]
                     running[r, slot], remaining[r, slot] = request, left
                     at[r, slot] = requests.first_rows[request]
+                    kinds[r, slot] = requests.class_ids[request]
                     context[r] += requests.prompt_lens[request] + 1
                     num_running[r] += 1
                 if head[r] < 0:
@@ -222,10 +219,11 @@ def _simulate(requests, table, costs, plans, setup, times):
                         load[r] -= 1
                         due += setup.users > 0
                         continue
-                    row, kind = at[r, i] + emitted, requests.class_ids[request]
+                    row, kind = at[r, i] + emitted, kinds[r, i]
                     if row >= class_starts[kind + 1]:
                         row -= class_starts[kind + 1] - class_starts[kind]
                     running[r, kept], at[r, kept], remaining[r, kept] = request, row, left
+                    kinds[r, kept] = kind
                     context[r] += emitted
                     kept += 1
                 num_running[r] = kept
@@ -325,9 +323,11 @@ def _simulate(requests, table, costs, plans, setup, times):
                         selected = capacity
                         lens[:batch] = capacity // batch
                     else:
-                        selected = choose_prefixes(codes, at[r], batch, depth, capacity, lens, histogram)
+                        selected = choose_prefixes(
+                            codes, at[r], batch, depth, capacity, lens, histogram, tied
+                        )
                     for i in range(batch):
-                        correct = min(np.int64(accepted_of[at[r, i]]), lens[i])
+                        correct = min(np.int32(accepted_of[at[r, i]]), lens[i])
                         accepted += correct
                         emits[r, i] = min(correct + 1, remaining[r, i])
                 seconds = costs.target_s[batch + selected] + costs.host_s[batch]
