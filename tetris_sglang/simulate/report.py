@@ -85,12 +85,8 @@ def print_where_it_pays(settings: Sequence[Setting], is_closed: bool, console: C
 def print_capacities(swept: Sequence[Setting], settings: Sequence[Setting], console: Console) -> None:
     """Throughput by capacity per request and load, the best of each load marked."""
     loads = list(dict.fromkeys(one["load"] for one in swept))
-    table = Table(
-        "C / batch",
-        *(f"{load:g}" for load in loads),
-        box=box.SIMPLE_HEAD,
-        title="What capacity is worth, tok/s",
-    )
+    console.print("\n[bold]What capacity is worth[/]: tok/s by load")
+    table = Table("C / batch", *(f"{load:g}" for load in loads), box=box.SIMPLE_HEAD)
     speeds = {(f"{one['capacity_per_request']:g}", one["load"]): one["output_tokens_per_s"] for one in swept}
     speeds |= {
         (one["policy"], one["load"]): one["output_tokens_per_s"]
@@ -119,12 +115,8 @@ def print_replicas(
         if target
     )
     loads = list(dict.fromkeys(one["load"] for one in found))
-    table = Table(
-        "policy",
-        *(f"{load:g}" for load in loads),
-        box=box.SIMPLE_HEAD,
-        title=f"Replicas for {targets}, by load",
-    )
+    console.print(f"\n[bold]What a fleet saves[/]: replicas for {targets}, by load", highlight=False)
+    table = Table("policy", *(f"{load:g}" for load in loads), box=box.SIMPLE_HEAD)
     replicas = {(one["policy"], one["load"]): one["replicas"] for one in found}
     for policy in dict.fromkeys(one["policy"] for one in found):
         table.add_row(policy, *(str(replicas[policy, load] or f"> {most}") for load in loads))
