@@ -161,6 +161,14 @@ def test_losing_cells_are_printed_as_losing(results):
     assert "fails" in printed.getvalue()
 
 
+def test_the_terminal_has_milliseconds_per_phase(results):
+    printed = io.StringIO()
+    report.print_tables(results, Console(file=printed, width=80))
+    tables = printed.getvalue().partition("milliseconds per step")[2].splitlines()
+    rows = [line.split() for line in tables if "tetris k=4+2" in line and "fails" not in line]
+    assert rows[:2] == [["tetris", "k=4+2", load, "3", "1", "4", "1", "1"] for load in ("1", "16")]
+
+
 def test_markdown_holds_provenance_tables_and_what_was_unavailable(results):
     results["unavailable"] = {"random k=4+2": "out of memory"}
     text = report.render_markdown(results)
@@ -183,7 +191,7 @@ def test_latencies_are_milliseconds_beside_their_ratio(results):
     text = report.render_markdown(results)
     assert "| arm | TTFT p50 | TTFT p99 | TPOT p50 | TPOT p99 | E2E p50 | E2E p99 |" in text
     assert (
-        "| tetris k=4+2 | 10 (1.00) | 20 (1.00) | 1.73 (1.18) | 3.47 (1.18) | 17.4 (1.18) | 34.7 (1.18) |"
+        "| tetris k=4+2 | 10 (1.00) | 20 (1.00) | 1.74 (1.18) | 3.47 (1.18) | 17.4 (1.18) | 34.7 (1.18) |"
         in text
     )
 

@@ -366,8 +366,15 @@ def test_options_reach_the_settings(tmp_path, monkeypatch):
     assert run(app, ["bench", "--pair", str(tmp_path), "--workload", "x"]).exit_code == 2
 
 
-def test_a_missing_plotting_library_is_said_at_once(monkeypatch):
-    monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
+def test_without_a_plotting_library_there_are_no_pictures_and_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    done = CliRunner().invoke(app, ["bench"])
-    assert done.exit_code == 2 and "tetris-sglang[bench]" in done.output
+    out = tmp_path / "capacity.json"
+    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity.json").read_text())
+    run = CliRunner().invoke
+    done = run(app, ["bench", "--report-only", "--out", str(out)])
+    assert done.exit_code == 0 and "no pictures" in done.output and "tetris-sglang[bench]" in done.output
+    assert out.with_suffix(".md").exists() and not out.with_suffix(".png").exists()
+    # What was asked for by name is refused before anything is measured.
+    monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
+    done = run(app, ["bench", "--step-picture", "--out", str(out)])
+    assert done.exit_code == 2 and "--step-picture" in done.output

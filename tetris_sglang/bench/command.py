@@ -140,23 +140,30 @@ def bench(
     """
     options = {name: value for name, value in locals().items() if name not in _NO_SETTINGS}
     options["draft_paths"] = draft or ()
+    from tetris_sglang.bench.report import print_tables
+    from tetris_sglang.bench.servers import RunFailed
+
     console = Console()
     try:
-        _check_tools()
+        if not _has_matplotlib():
+            hint = "matplotlib is missing: pip install 'tetris-sglang[bench]'"
+            if step_picture:
+                raise ValueError(f"--step-picture: {hint}")
+            console.print(f"no pictures: {hint}", highlight=False, markup=False)
         if report_only:
             results = json.loads(out.read_text())
+            if not results["samples"]:
+                raise ValueError(f"{out} holds no run yet")
         else:
             settings = build_settings(preset=FULL if full else QUICK, options=options)
             results = _compare(settings, pair, out, resume, step_picture, console)
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+    except (ValueError, FileNotFoundError, RunFailed) as error:
         console.print("[red]error:[/]", end=" ")
         console.print(str(error), highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         console.print(f"interrupted; complete rounds are kept in {out}: go on with --resume")
         raise typer.Exit(130) from None
-    from tetris_sglang.bench.report import print_tables
-
     print_tables(results, console)
     for path in [out, *write_reports(results, out)]:
         console.print(str(path), highlight=False, soft_wrap=True)
@@ -214,20 +221,21 @@ def find_workload(settings: Settings, pair: Path) -> Workload:
 
 
 def write_reports(results: Results, json_path: Path) -> list[Path]:
-    """Write the Markdown table and the plot beside the JSON; returns their paths."""
-    from tetris_sglang.bench.plots import plot_comparison
+    """Write the Markdown tables and, where matplotlib is, the plot beside the JSON; returns their paths."""
     from tetris_sglang.bench.report import render_markdown
 
     markdown, picture = json_path.with_suffix(".md"), json_path.with_suffix(".png")
     markdown.write_text(render_markdown(results))
+    if not _has_matplotlib():
+        return [markdown]
+    from tetris_sglang.bench.plots import plot_comparison
+
     plot_comparison(results, picture)
     return [markdown, picture]
 
 
-def _check_tools() -> None:
-    """Before hours of measuring, and not after."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("matplotlib is missing: pip install 'tetris-sglang[bench]'")
+def _has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 @contextlib.contextmanager

@@ -117,6 +117,7 @@ def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
         ylabel="accepted / verified drafts",
         title=f"verification success rate, {load}",
     )
+    axis.set_xlim(left=0)
     if series:
         axis.legend(fontsize=7)
 
@@ -202,6 +203,7 @@ def plot_steps(trace: Trace, path: Path, title: str = "", num_steps: int = 8, ma
         verified = counts["accepted"] + counts["selected"]
         axis.set(xlim=(-0.7, width - 0.3), ylim=(len(requests) - 0.4, -0.6), xticks=[])
         axis.set_title(f"step {step}\n{sum(counts.values())} / {verified} / {counts['accepted']}", fontsize=8)
+        axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
     axes[0, 0].set_yticks(range(len(requests)), [f"request {request}" for request in requests], fontsize=7)
     figure.legend(

@@ -236,8 +236,7 @@ def _compare_throughput(pairs: Iterable[tuple[Cell, Cell]]) -> list[tuple[str, b
 
 
 def _name(cell: Cell) -> str:
-    where = f" at {cell.load}"
-    return f"{cell.arm}{where}" + (f", temperature {cell.temperature:g}" if cell.temperature else "")
+    return f"{cell.arm} at {cell.load}" + (f", temperature {cell.temperature:g}" if cell.temperature else "")
 
 
 def _verdict(expectation: str, checks: Iterable[tuple[str, bool, str]]) -> Verdict | None:
@@ -266,7 +265,6 @@ _COLUMNS = (
 _SHORT = {
     "arm": "arm",
     "output tok/s, ratio": "output tok/s",
-    "per-user tok/s": "per-user\ntok/s",
     "accept length": "accept\nlength",
     "success rate": "success\nrate",
     "verified per step": "verified\nper step",
@@ -364,15 +362,12 @@ def _print_phases(cells: Sequence[Cell], console: Console) -> None:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    for column in _PHASE_COLUMNS:
-        table.add_column(column, justify="left" if column == "arm" else "right")
+    for column in ("arm", timed[0].load.unit, *PHASES):
+        table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
     for cell in timed:
-        table.add_row(*_phase_row(cell))
+        table.add_row(cell.arm, f"{cell.load.value:g}", *(f"{cell.phase_ms[p]:.3g}" for p in PHASES))
     console.print(table)
     console.print(PHASE_MEANING, style="dim")
-
-
-_PHASE_COLUMNS = ("arm", "load", *PHASES)
 
 
 def _phase_row(cell: Cell) -> list[str]:
@@ -418,7 +413,7 @@ def render_markdown(results: Results) -> str:
     if timed := [c for c in cells if c.phase_ms]:
         lines += ["## Where a step's time goes", ""]
         lines += [f"Milliseconds per step and share of it; {PHASE_MEANING}.", ""]
-        add_table(_PHASE_COLUMNS, map(_phase_row, timed))
+        add_table(("arm", "load", *PHASES), map(_phase_row, timed))
     lines += ["## Expectations", ""]
     lines += [
         f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})"
