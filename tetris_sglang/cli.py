@@ -1,10 +1,12 @@
-"""`tetris-sglang`: check, explain, demo. Commands import what they need when they run, so `--help` is quick."""
+"""`tetris-sglang`: check, explain, demo, bench. Commands import what they need when they run, so `--help` is quick."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
+
+from tetris_sglang.bench.command import bench
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,6 +76,9 @@ def demo(
     from tetris_sglang.demo import demo
 
     _call(demo, shape=shape, repeats=repeats, num_steps=num_steps, capacity_per_request=capacity_per_request)
+
+
+app.command()(bench)
 
 
 def _call(command, **options) -> None:
