@@ -306,8 +306,8 @@ def test_auto_is_what_automatic_capacity_converges_to(quality, batch_size):
                 if learns:
                     depths = torch.arange(1, plan.depth + 1)
                     curves = measure_curves(survival, depths, plan.depth, shares)
-                    real.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
-                    real.curves.confirm(int(accepted.sum()))
+                    expected = real.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
+                    real.curves.confirm(expected, int(accepted.sum()))
             if learns:
                 num_rows = batch_size + plan.capacity_tokens
                 shape = StepShape(batch_size, plan.depth, num_rows, context_tokens)
