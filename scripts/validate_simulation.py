@@ -395,6 +395,8 @@ def plot(settings: list[dict], out: Path) -> None:
     axes.plot(line, line, lw=0.8, color="grey")
     for arm in dict.fromkeys(s["arm"] for s in settings):
         mine = [s for s in settings if s["arm"] == arm and not s["is_fitted"]]
+        if not mine:
+            continue
         axes.plot(
             [s["measured_tokens_per_s"] for s in mine],
             [s["predicted_tokens_per_s"] for s in mine],
