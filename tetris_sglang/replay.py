@@ -271,9 +271,10 @@ def print_study(result: Study, console: Console) -> None:
         ("accepted / verified (share of the oracle's)", draw_success),
         ("emitted per row of the target's pass", lambda figures: f"{figures.emitted_per_row:.3f}"),
     ):
-        table = Table(title, *(f"k = {c:g}" for c in result.capacities), box=box.SIMPLE_HEAD)
-        for column in table.columns[1:]:
-            column.justify, column.no_wrap = "right", True
+        table = Table("", *(f"k = {c:g}" for c in result.capacities), title=title, box=box.SIMPLE_HEAD)
+        table.title_justify = "left"
+        for column in table.columns:
+            column.justify, column.no_wrap = "right" if column.header else "left", True
         for rule in RULES:
             table.add_row(rule, *(draw(result.find(rule, c)) for c in result.capacities))
         console.print(table)

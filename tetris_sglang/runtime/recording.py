@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import IO, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tetris_sglang import __version__
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.drafting import Grid, Proposal, tree_survival
 from tetris_sglang.kernels.reference import AcceptedTokens
@@ -22,6 +22,9 @@ from tetris_sglang.selection import survival_from_probs
 from tetris_sglang.trace import open_for_writing, row_type
 
 logger = logging.getLogger(__name__)
+
+# The settings that say how to read a trace.
+_DESCRIBED = ("num_steps", "capacity_per_request", "capacity_tokens", "selection", "calibration")
 
 
 class _Rows(NamedTuple):
@@ -51,11 +54,15 @@ class StepRecorder:
     def __init__(
         self, config: TetrisConfig, *, draft: str, topk: int, num_nodes: int, num_slots: int, device: str
     ) -> None:
-        settings = asdict(config)
-        path = settings.pop("record")
-        described = settings | {"draft": draft, "topk": topk}
-        versions = {name.replace("-", "_"): version(name) for name in ("sglang", "tetris-sglang")}
-        self._file: IO[bytes] | None = open_for_writing(path, num_nodes, **described, **versions)
+        self._file: IO[bytes] | None = open_for_writing(
+            config.record,
+            num_nodes,
+            draft=draft,
+            topk=topk,
+            **{name: getattr(config, name) for name in _DESCRIBED},
+            sglang=version("sglang"),
+            tetris_sglang=__version__,
+        )
         self._file.flush()
         self._row_type = row_type(num_nodes)
         self._on_cuda = device == "cuda"
