@@ -31,7 +31,8 @@ def problems(findings) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["check", "--help"], ["explain", "--help"], ["demo", "--help"]]
+    "arguments",
+    [["--help"], ["check", "--help"], ["explain", "--help"], ["replay", "--help"], ["demo", "--help"]],
 )
 def test_help_imports_neither_torch_nor_sglang(arguments):
     done = subprocess.run(
@@ -48,7 +49,7 @@ def test_help_imports_neither_torch_nor_sglang(arguments):
 
 def test_every_command_is_listed(run):
     output = run("--help").output
-    for command in ("check", "explain", "demo"):
+    for command in ("check", "explain", "replay", "demo"):
         assert command in output
 
 
