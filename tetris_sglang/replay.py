@@ -268,15 +268,18 @@ def print_study(result: Study, console: Console) -> None:
         highlight=False,
     )
     for title, draw in (
-        ("accepted / verified (share of the oracle's)", draw_success),
-        ("emitted per row of the target's pass", lambda figures: f"{figures.emitted_per_row:.3f}"),
+        ("k verified per request: accepted / verified (share of the oracle's)", draw_success),
+        (
+            "emitted per row of the target's pass",
+            lambda figures: f"{figures.emitted_per_row:.3f}",
+        ),
     ):
-        table = Table("", *(f"k = {c:g}" for c in result.capacities), title=title, box=box.SIMPLE_HEAD)
-        table.title_justify = "left"
+        table = Table("k", *RULES, title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        table.padding = (0, 1, 0, 0)
         for column in table.columns:
-            column.justify, column.no_wrap = "right" if column.header else "left", True
-        for rule in RULES:
-            table.add_row(rule, *(draw(result.find(rule, c)) for c in result.capacities))
+            column.justify, column.no_wrap = "right", True
+        for capacity in result.capacities:
+            table.add_row(f"{capacity:g}", *(draw(result.find(rule, capacity)) for rule in RULES))
         console.print(table)
 
 
