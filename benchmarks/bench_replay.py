@@ -15,13 +15,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from bench_serving import collect_provenance
 from rich.console import Console
 from rich.progress import track
 
 from tetris_sglang.replay import GOAL, RULES, Study, draw_figure, draw_success, name_trace, study
-from tetris_sglang.trace import read_trace
+from tetris_sglang.selection import Calibration, chain_outcomes, survival_from_probs
+from tetris_sglang.trace import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = ROOT / "benchmarks/traces"
@@ -44,24 +46,46 @@ def main(
     paths = sorted(TRACES.glob("*.trace.gz"))
     jobs = [(path, size) for size in sizes for path in paths]
     by_size: dict[int | None, list[Study]] = {size: [] for size in sizes}
+    hindsight: list[Study] = []
+    options = {"repeats": repeats, "seed": seed}
     for path, size in track(jobs, description="replaying", console=Console()):
-        result = study(
-            read_trace(path), name_trace(path), capacities, batch_size=size, repeats=repeats, seed=seed
-        )
-        by_size[size].append(result)
+        trace, name = read_trace(path), name_trace(path)
+        by_size[size].append(study(trace, name, capacities, batch_size=size, **options))
+        if size is None and trace.header["topk"] == 1:
+            hindsight.append(study(calibrate_in_hindsight(trace), name, capacities, **options))
     command = shlex.join(["python", "benchmarks/bench_replay.py", *sys.argv[1:]])
     provenance = collect_provenance() | {"command": command, "repeats": repeats, "seed": seed}
     results = [
         {"batch_size": size} | result.as_json() for size, studies in by_size.items() for result in studies
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
-    out.with_suffix(".md").write_text("\n".join(render(provenance, by_size)) + "\n")
+    in_hindsight = [
+        {"name": result.name} | result.find(TETRIS, c).as_json() for result in hindsight for c in capacities
+    ]
+    report = {"provenance": provenance, "results": results, "hindsight": in_hindsight}
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    out.with_suffix(".md").write_text("\n".join(render(provenance, by_size, hindsight)) + "\n")
     draw_figure(by_size[None], out.with_suffix(".png"))
     print(f"written: {out}")
 
 
-def render(provenance: dict, by_size: dict[int | None, list[Study]]) -> Iterator[str]:
+def calibrate_in_hindsight(trace: Trace) -> Trace:
+    """Chains with the survivals of a calibration that has seen the whole trace, these very rows included: what the draft's
+    probabilities could say at best, per depth and score."""
+    raw = torch.from_numpy(trace.raw)
+    before = torch.nn.functional.pad(raw[:, :-1], (1, 0), value=1.0)
+    # Half precision: a ratio may exceed 1, and what has become 0 stays the least likely.
+    probs = (raw / before.clamp(min=1e-7)).clamp(1e-7, 1.0)
+    depths = torch.arange(1, raw.shape[1] + 1)
+    outcomes = chain_outcomes(
+        torch.from_numpy(trace.accepted.sum(axis=1)), torch.from_numpy(trace.selected), raw.shape[1]
+    )
+    calibration = Calibration(raw.shape[1], prior_strength=1.0, decay=1.0, refresh_every=1)
+    calibration.observe(probs, depths, *outcomes)
+    return trace._replace(survival=survival_from_probs(calibration.apply(probs, depths)).numpy())
+
+
+def render(provenance: dict, by_size: dict[int | None, list[Study]], hindsight: list[Study]) -> Iterator[str]:
     yield "# Selection rules on recorded steps\n"
     yield (
         f"Made by `{provenance['command']}` on {provenance['date']}, commit {provenance['commit']}, Python "
@@ -79,6 +103,11 @@ def render(provenance: dict, by_size: dict[int | None, list[Study]]) -> Iterator
                 f"{'**' if f.oracle_share >= GOAL else ''}{f.oracle_share:.1%}{'**' if f.oracle_share >= GOAL else ''}"
             ),
         )
+    yield "## Chains calibrated in hindsight, on the rows that they are judged by\n"
+    yield "Accepted / verified (share of the oracle's) of TETRIS with such survivals, the recorded batches:\n"
+    yield from render_table(
+        hindsight[0], ((result.name, result, TETRIS) for result in hindsight), draw_success
+    )
     yield "![success rate against capacity](replay.png)\n"
     for result in by_size[None]:
         yield f"## {result.name}\n"
