@@ -3,7 +3,7 @@
     python benchmarks/bench_recording.py --step-ms 80
 
 Timed as in bench_selection.py: in turn within each round, median and quartiles over the rounds; on a CPU one thread, by
-the CPU time it used. `off` is all that a step does without a recorder: it asks three times whether there is one.
+the CPU time it used. `off` is all that a step does without a recorder: it asks twice whether there is one.
 """
 
 import json
@@ -70,7 +70,7 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     worker = SimpleNamespace(recorder=None)
 
     def off() -> None:
-        for _ in range(3):
+        for _ in range(2):
             if worker.recorder is not None:
                 raise AssertionError
 
