@@ -179,8 +179,8 @@ SETTINGS: tuple[Setting, ...] = (
         "record",
         _parse_record,
         "FILE",
-        "TETRIS: write what every step drafts, verifies and accepts to FILE, for tetris-sglang replay; a file of that name is "
-        "replaced. Default: off.",
+        "TETRIS: write what every step drafts, verifies and accepts to FILE, for tetris-sglang replay, which wants everything "
+        "verified (a capacity as large as what a request drafts). A file of that name is replaced. Default: off.",
     ),
 )
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
