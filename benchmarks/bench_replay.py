@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +21,7 @@ from bench_serving import collect_provenance
 from rich.console import Console
 from rich.progress import track
 
-from tetris_sglang.replay import GOAL, RULES, Study, draw_figure, draw_success, name_trace, study
+from tetris_sglang.replay import GOAL, RULES, Figures, Study, draw_figure, draw_success, name_trace, study
 from tetris_sglang.selection import Calibration, chain_outcomes, survival_from_probs
 from tetris_sglang.trace import Trace, read_trace
 
@@ -128,7 +128,9 @@ def render(provenance: dict, by_size: dict[int | None, list[Study]], hindsight: 
         )
 
 
-def render_table(first: Study, lines: Sequence[tuple[str, Study, str]], draw) -> Iterator[str]:
+def render_table(
+    first: Study, lines: Iterable[tuple[str, Study, str]], draw: Callable[[Figures], str]
+) -> Iterator[str]:
     """A Markdown table; lines are (label, study, rule)."""
     yield "| | " + " | ".join(f"k = {c:g}" for c in first.capacities) + " |"
     yield "|---" * (1 + len(first.capacities)) + "|"
