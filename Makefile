@@ -25,8 +25,9 @@ demo: env ## a real server with TETRIS on the shipped model pair, beside one wit
 test: env ## the whole test suite
 	$(VENV)/bin/python -m pytest
 
+# ARGS="--full --resume" compares everything, for hours.
 bench: env ## no speculation, STANDALONE and TETRIS side by side
-	$(VENV)/bin/python benchmarks/bench_serving.py
+	$(VENV)/bin/tetris-sglang bench --out build/bench.json $(ARGS)
 
 check: env ## what is installed, and what would stop TETRIS from starting
 	$(VENV)/bin/tetris-sglang check

@@ -17,10 +17,10 @@ from typing import Annotated
 
 import torch
 import typer
-from bench_serving import collect_provenance
 from rich.console import Console
 from rich.progress import track
 
+from tetris_sglang.bench.results import collect_provenance
 from tetris_sglang.replay import GOAL, RULES, Figures, Study, draw_figure, draw_success, name_trace, study
 from tetris_sglang.selection import Calibration, chain_outcomes, survival_from_probs
 from tetris_sglang.trace import Trace, read_trace

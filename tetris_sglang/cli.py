@@ -1,4 +1,4 @@
-"""`tetris-sglang`: check, explain, replay, demo. Commands import what they need when they run, so `--help` is quick."""
+"""`tetris-sglang`: check, explain, replay, demo, bench. Commands import what they need when they run, so `--help` is quick."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from tetris_sglang.bench.command import bench
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -117,6 +119,9 @@ def demo(
     from tetris_sglang.demo import demo
 
     _call(demo, shape=shape, repeats=repeats, num_steps=num_steps, capacity_per_request=capacity_per_request)
+
+
+app.command()(bench)
 
 
 def _call(command, **options) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import shlex
 import sys
@@ -23,10 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tetris_sglang.load import DraftCounts, count_drafts, flush_cache, generate, read_step_counts
+from tetris_sglang.pair import PAIR, check_parts, inflate, read_prompts
 from tetris_sglang.server_process import ServerFailed, ServerProcess, start_all
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-DEFAULT_PAIR = REPOSITORY / "benchmarks" / "pair"
 CONCURRENCIES = (1, 4, 8)
 NUM_STEPS = 4
 CAPACITY_PER_REQUEST = 3
@@ -49,7 +46,7 @@ def demo(
     console: Console | None = None,
     shape: str = "cpu-100m",
     repeats: int = 3,
-    pair: Path = DEFAULT_PAIR,
+    pair: Path = PAIR,
     num_steps: int = NUM_STEPS,
     capacity_per_request: int = CAPACITY_PER_REQUEST,
 ) -> None:
@@ -91,7 +88,7 @@ def _run(
         f"a larger architecture ({shape}): the same function at a larger model's cost.",
         highlight=False,
     )
-    target = _inflate(pair / "target", shape)
+    target = inflate(pair / "target", shape)
 
     console.rule("2. Two SGLang servers")
     # SGLang would serve a float32 model in float16, which few CPUs multiply fast, and which rounds so coarsely that
@@ -142,37 +139,12 @@ def _run(
 
 
 def _read_prompts(pair: Path) -> list[str]:
-    """Texts of different kinds in turn, so that the first few differ in how well they can be drafted.
-
-    Raises:
-        FileNotFoundError: the pair is incomplete; says where it comes from.
-    """
-    for part in ("target/config.json", "draft/config.json", "prompts.jsonl"):
-        if not (pair / part).exists():
-            raise FileNotFoundError(
-                f"{pair / part} is missing. The demo needs the model pair that the repository ships in "
-                f"benchmarks/pair: run it from a clone, or name a folder made by scripts/train_pair.py."
-            )
-    prompts = [json.loads(line) for line in (pair / "prompts.jsonl").read_text().splitlines() if line.strip()]
-    kinds: dict[str, list[str]] = {}
-    for prompt in prompts:
-        kinds.setdefault(prompt.get("kind", ""), []).append(prompt["text"])
-    in_turn = [text for texts in zip(*kinds.values(), strict=False) for text in texts]
-    if len(in_turn) < max(CONCURRENCIES):
+    """Texts of different kinds in turn, so that the first few differ in how well they can be drafted."""
+    check_parts(pair, "target/config.json", "draft/config.json")
+    prompts = read_prompts(pair)
+    if len(prompts) < max(CONCURRENCIES):
         raise ValueError(f"{pair / 'prompts.jsonl'} holds too few prompts: {max(CONCURRENCIES)} are needed")
-    return in_turn
-
-
-def _inflate(small: Path, shape: str) -> Path:
-    """scripts/inflate_model.py's `ensure_inflated`; the script is no part of the package."""
-    script = REPOSITORY / "scripts" / "inflate_model.py"
-    if not script.exists():
-        raise FileNotFoundError(f"{script} is missing: run the demo from a clone of the repository.")
-    spec = importlib.util.spec_from_file_location("inflate_model", script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module.ensure_inflated(small, shape)
+    return prompts
 
 
 def _shorten(argument: Path | str) -> str:

@@ -201,7 +201,7 @@ def _check_metrics(report: Report, client, prompts: Sequence[str]) -> None:
 
 
 def check_throughput(report: Report) -> None:
-    """bench_serving.py on the inflated pair, one server at a time; it resumes by itself."""
+    """`tetris-sglang bench` on the inflated pair, one server at a time; it resumes by itself."""
     if ON_NOOP_CUDA:
         raise RuntimeError("there is no speed on the no-op CUDA")
     results = report.path.parent / "serving.json"
@@ -211,11 +211,11 @@ def check_throughput(report: Report) -> None:
         "--concurrency 1,4,16,64,256 --temperature 0 --output-len 64 --prompts 8"
     )
     command = [
-        *(sys.executable, str(REPOSITORY / "benchmarks" / "bench_serving.py"), *options.split()),
+        *(sys.executable, "-m", "tetris_sglang", "bench", *options.split()),
         *("--out", str(results), "--server-flags", LARGE_FLAGS),
     ]
-    finished = run_child([*command, *os.environ.get("GPU_CHECK_BENCH", "").split()])
-    report.expect("bench_serving.py", finished.returncode == 0)
+    finished = run_child([*command, *os.environ.get("GPU_CHECK_BENCH", "").split()], cwd=REPOSITORY)
+    report.expect("tetris-sglang bench", finished.returncode == 0)
     if report.expect("there are results", results.exists(), results):
         measured = json.loads(results.read_text())
         report.record("samples", len(measured["samples"]))

@@ -1,0 +1,380 @@
+"""How a comparison is run: rounds and their resumption, arms that are not available, models. No server, no clock."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from bench_samples import make_sample, make_settings
+from typer.testing import CliRunner
+
+from tetris_sglang import pair
+from tetris_sglang.bench import command, report, results, runner, servers
+from tetris_sglang.bench import models as models_module
+from tetris_sglang.bench.arms import group_arms
+from tetris_sglang.bench.models import Models, find_models
+from tetris_sglang.bench.results import ResultsFile
+from tetris_sglang.bench.runner import Bench
+from tetris_sglang.bench.workloads import Load, ShippedPrompts
+from tetris_sglang.cli import app
+from tetris_sglang.pair import PAIR
+from tetris_sglang.server_process import ServerFailed
+from tetris_sglang.trace import open_for_writing
+
+PROMPTS = ShippedPrompts(["some words"])
+
+# -- resumption ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """A file with one complete round and one that an arm is missing from."""
+    settings = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none")
+    arms = settings.build_arms()
+    file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
+    for arm, repeat in (("none", 0), ("tetris k=4+2", 0), ("tetris k=4+2", 1)):
+        file.add(make_sample(arm, tokens_per_s=1, repeat=repeat))
+    return tmp_path / "serving.json", settings, arms
+
+
+def test_resume_keeps_complete_rounds_only(interrupted):
+    path, settings, arms = interrupted
+    file = ResultsFile(path, settings, arms, resume=True)
+    file.drop_incomplete(group_arms(arms, settings.live_servers))
+    assert [(s["arm"], s["repeat"]) for s in file.results["samples"]] == [("none", 0), ("tetris k=4+2", 0)]
+    assert file.has_round((0, 0.0, Load(1), 0)) and not file.has_round((0, 0.0, Load(1), 1))
+    assert file.results["provenance"]["resumed_from"]["cores"]
+
+
+def test_a_round_without_an_unavailable_arm_is_complete(interrupted):
+    path, settings, arms = interrupted
+    file = ResultsFile(path, settings, arms, resume=True)
+    file.add(make_sample("none", tokens_per_s=1, repeat=2))
+    file.mark_unavailable(arms[1], "it crashed")
+    resumed = ResultsFile(path, settings, arms, resume=True)
+    resumed.drop_incomplete(group_arms(arms, settings.live_servers))
+    assert resumed.has_round((0, 0.0, Load(1), 2)) and not resumed.has_round((0, 0.0, Load(1), 1))
+    assert resumed.results["unavailable"] == {"tetris k=4+2": "it crashed"}
+
+
+def test_resume_refuses_other_settings(interrupted):
+    path, _, arms = interrupted
+    other = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none", output_len=32)
+    with pytest.raises(ValueError, match="output_len=64"):
+        ResultsFile(path, other, arms, resume=True)
+
+
+def test_resume_accepts_results_from_before_a_setting_existed(interrupted):
+    path, settings, arms = interrupted
+    results = json.loads(path.read_text())
+    del results["settings"]["server_flags"]
+    path.write_text(json.dumps(results))
+    assert len(ResultsFile(path, settings, arms, resume=True).results["samples"]) == 3
+    flagged = make_settings(
+        arms="none,tetris", k="4", extra="2", capacity_tokens="none", server_flags="--dtype x"
+    )
+    with pytest.raises(ValueError, match="server_flags=''"):
+        ResultsFile(path, flagged, arms, resume=True)
+
+
+class Recorder:
+    """Takes the place of servers: every run of every arm that starts is noted."""
+
+    def __init__(self, monkeypatch, fails: str = ""):
+        self.started, self.frozen = [], []
+        monkeypatch.setattr(runner, "check_memory", lambda count: None)
+        monkeypatch.setattr(servers, "start_all", self.start_all)
+        monkeypatch.setattr(runner, "measure", self.measure)
+        self.fails = fails
+        self.failures = {}
+        """By the arm's name: why its server does not start."""
+
+    def start_all(self, processes, warm_up):
+        self.started.append(len(processes))
+        names = [process.log_path.stem for process in processes]
+        return [self.failures.get(name.replace("-", " ")) for name in names]
+
+    def measure(self, server, workload, settings, load, temperature, repeat):
+        self.frozen.append(server.is_frozen_between_runs)
+        if server.arm.name == self.fails:
+            raise servers.RunFailed("it went away")
+        return make_sample(server.arm.name, tokens_per_s=1, concurrency=load.concurrency)
+
+
+@pytest.mark.parametrize("fails", ["", "standalone k=4"])
+def test_one_server_after_the_other_takes_its_own_missing_rounds(tmp_path, monkeypatch, fails):
+    settings = make_settings(k="4", extra="2", capacity_tokens="none", live_servers=1, repeats=1)
+    arms = settings.build_arms()
+    file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
+    file.add(make_sample("none", tokens_per_s=1, concurrency=1))
+    recorder = Recorder(monkeypatch, fails)
+    run = Bench(settings, file, Models("target", {"standalone": "draft"}), PROMPTS, tmp_path)
+    run.run(group_arms(arms, settings.live_servers))
+    assert recorder.started == [1, 1, 1] and not any(recorder.frozen)
+    taken = [(s["arm"], s["concurrency"]) for s in file.results["samples"]]
+    expected = [("none", 1), ("none", 16)] + [(arm.name, c) for arm in arms[1:] for c in (1, 16)]
+    assert taken == [pair for pair in expected if pair[0] != fails]
+    assert list(file.results["unavailable"]) == ([fails] if fails else [])
+    # All of them are compared, though no two servers were up together.
+    assert {cell.arm for cell in report.build_cells(file.results["samples"])} == {arm for arm, _ in taken}
+
+
+def test_automatic_arms_lead_their_drafts_and_start_alone(tmp_path, monkeypatch):
+    """One per draft, with no capacity flag; they time passes while they start, so nothing else starts beside them."""
+    settings = make_settings(
+        arms="none,standalone,auto", k="2", drafts="standalone,perfect", capacity_tokens="none", live_servers=8,
+        repeats=1,
+    )  # fmt: skip
+    arms = settings.build_arms()
+    assert [arm.name for arm in arms] == [
+        "none", "auto D=6", "standalone k=2", "auto perfect D=6", "standalone perfect k=2",
+    ]  # fmt: skip
+    flags = arms[3].flags("draft", phase_times=True)
+    assert flags == [
+        *("--speculative-algorithm", "TETRIS", "--speculative-draft-model-path", "draft"),
+        *("--speculative-num-steps", "6"),
+    ]
+    assert arms[4].flags("draft", True)[:2] == ["--speculative-algorithm", "STANDALONE"]
+    recorder = Recorder(monkeypatch)
+    file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
+    models = Models("target", {"standalone": "draft", "perfect": "target"})
+    Bench(settings, file, models, PROMPTS, tmp_path).run([arms])
+    assert recorder.started == [1, 1, 3]
+
+
+def test_without_resume_earlier_samples_are_dropped(interrupted):
+    path, settings, arms = interrupted
+    assert ResultsFile(path, settings, arms, resume=False).results["samples"] == []
+
+
+def test_poisson_rounds_are_resumed_too(tmp_path, monkeypatch):
+    settings = make_settings(
+        arms="none", arrivals="poisson", request_rate="1,2", live_servers=2, repeats=1, capacity_tokens="none"
+    )
+    arms = settings.build_arms()
+    file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
+    file.add(make_sample("none", tokens_per_s=1, concurrency=None, request_rate=1.0))
+    file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=True)
+    taken = []
+    Recorder(monkeypatch)
+
+    def measure(server, workload, settings, load, temperature, repeat):
+        taken.append(load)
+        return make_sample("none", tokens_per_s=1, concurrency=None, request_rate=load.request_rate)
+
+    monkeypatch.setattr(runner, "measure", measure)
+    Bench(settings, file, Models("target", {}), PROMPTS, tmp_path).run(group_arms(arms, 2))
+    assert taken == [Load(request_rate=2.0)]
+    assert [s["request_rate"] for s in file.results["samples"]] == [1.0, 2.0]
+
+
+def test_resume_knows_what_a_setting_was_before_it_existed(interrupted):
+    path, settings, arms = interrupted
+    results = json.loads(path.read_text())
+    for later in ("drafts", "topk", "workload", "request_rate", "model_path"):
+        del results["settings"][later]
+    path.write_text(json.dumps(results))
+    assert len(ResultsFile(path, settings, arms, resume=True).results["samples"]) == 3
+    code = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none", workload="code")
+    with pytest.raises(ValueError, match="workload='mixed'"):
+        ResultsFile(path, code, arms, resume=True)
+
+
+# -- arms that are not available -----------------------------------------------------------------------------
+
+
+def test_an_arm_without_a_draft_is_named_and_the_others_run(tmp_path, monkeypatch):
+    settings = make_settings(
+        arms="none,adaptive,standalone", k="2", drafts="standalone", capacity_tokens="none", repeats=1,
+        shape=None, model_path="target", draft_paths=("standalone=draft",),
+    )  # fmt: skip
+    arms = settings.build_arms()
+    recorder = Recorder(monkeypatch)
+    file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
+    models = find_models(settings, tmp_path, {arm.draft for arm in arms[1:]}, tmp_path)
+    assert models == ("target", {"ngram": None, "standalone": "draft"})
+    Bench(settings, file, models, PROMPTS, tmp_path).run([arms])
+    assert recorder.started == [2]
+    assert file.results["unavailable"] == {
+        "adaptive eagle": "there is no eagle draft for this target: give --draft eagle=PATH"
+    }
+    assert {s["arm"] for s in file.results["samples"]} == {"none", "standalone k=2"}
+
+
+def test_a_server_that_refuses_its_arm_is_named_with_its_reason(tmp_path, monkeypatch):
+    settings = make_settings(arms="none,full", k="2", extra="1", capacity_tokens="none", repeats=1)
+    arms = settings.build_arms()
+    recorder = Recorder(monkeypatch)
+    refusal = ServerFailed("the server ended with code 1.\nValueError: no room for 3 drafts")
+    monkeypatch.setattr(recorder, "failures", {"full D=3": refusal})
+    file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
+    Bench(settings, file, Models("target", {"standalone": "draft"}), PROMPTS, tmp_path).run([arms])
+    assert file.results["unavailable"] == {"full D=3": "ValueError: no room for 3 drafts"}
+    assert {s["arm"] for s in file.results["samples"]} == {"none"}
+
+
+def test_adaptive_that_sglang_only_warns_about_is_no_arm():
+    log = (
+        "[2026-01-01] speculative_adaptive disabled: the platform serves EAGLE with SomeWorker (only the built-in "
+        "worker implements adaptive). Falling back to static speculative params.\nINFO ready"
+    )
+    assert servers.find_refusal(log).endswith(
+        ": the platform serves EAGLE with SomeWorker (only the built-in worker implements adaptive)"
+    )
+    assert servers.find_refusal("INFO ready") is None
+
+
+def test_sglang_still_warns_in_the_words_that_are_looked_for():
+    """It serves without what was asked for; were the message another, the arm would be measured as if it had it."""
+    import inspect
+
+    from sglang.srt.arg_groups import speculative_hook
+
+    source = inspect.getsource(speculative_hook._maybe_disable_adaptive)
+    assert "speculative_adaptive disabled: {reason}. " in source and "Falling back" in source
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+def test_only_what_the_arms_need_is_made_of_the_shipped_pair(tmp_path, monkeypatch):
+    inflated = []
+
+    def inflate(small, shape, dtype):
+        inflated.append(small.name)
+        return small
+
+    monkeypatch.setattr(models_module, "inflate", inflate)
+    found = find_models(make_settings(), PAIR, {"standalone", "ngram"}, tmp_path)
+    assert inflated == ["target"] and found.drafts == {"ngram": None, "standalone": str(PAIR / "draft")}
+    found = find_models(make_settings(), PAIR, {"eagle3", "perfect", "useless"}, tmp_path)
+    assert inflated[1:] == ["target", "eagle3"]
+    assert found.drafts["perfect"] == str(PAIR / "target")
+    useless = json.loads((Path(found.drafts["useless"]) / "config.json").read_text())
+    assert not useless["tie_word_embeddings"]
+    assert find_models(make_settings(), PAIR, {"medusa"}, tmp_path).drafts == {"ngram": None}
+
+
+def test_a_draft_of_the_users_own_replaces_the_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(models_module, "inflate", lambda small, shape, dtype: small)
+    settings = make_settings(draft_paths=("standalone=mine",))
+    assert find_models(settings, PAIR, {"standalone"}, tmp_path).drafts["standalone"] == "mine"
+
+
+def test_what_an_installed_package_lacks_is_named(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="target/config.json is missing.*from a clone"):
+        find_models(make_settings(), tmp_path, {"standalone"}, tmp_path)
+    monkeypatch.setattr(pair, "REPOSITORY", tmp_path)
+    with pytest.raises(FileNotFoundError, match="inflate_model.py is missing.*from a clone"):
+        find_models(make_settings(), PAIR, {"standalone"}, tmp_path)
+    with pytest.raises(FileNotFoundError, match="prompts.jsonl is missing.*from a clone"):
+        command.find_workload(make_settings(), tmp_path)
+
+
+# -- steps on record -----------------------------------------------------------------------------------------
+
+
+def test_steps_are_recorded_on_a_server_of_their_own(tmp_path, monkeypatch):
+    settings = make_settings(arms="none,full,tetris", k="2", extra="1", capacity_tokens="none")
+    recorder, launched = Recorder(monkeypatch), []
+
+    def measure(server, workload, settings, load, temperature, repeat):
+        command_line = server.process.command
+        record = Path(command_line[command_line.index("--speculative-tetris-record") + 1])
+        open_for_writing(record, 3).close()
+        launched.append((server.arm.name, load))
+
+    monkeypatch.setattr(runner, "measure", measure)
+    models = Models("target", {"standalone": "draft"})
+    arm, trace = runner.record_steps(settings.build_arms(), models, settings, PROMPTS, tmp_path)
+    assert launched == [("tetris k=2+1", Load(16))] and recorder.started == [1]
+    assert arm.name == "tetris k=2+1" and trace.header["num_nodes"] == 3
+    with pytest.raises(ValueError, match="--step-picture"):
+        runner.record_steps(settings.build_arms()[:1], models, settings, PROMPTS, tmp_path)
+    monkeypatch.setattr(recorder, "failures", {"tetris k=2+1": ServerFailed("error: unrecognized arguments")})
+    with pytest.raises(servers.RunFailed, match="unrecognized arguments"):
+        runner.record_steps(settings.build_arms(), models, settings, PROMPTS, tmp_path)
+
+
+# -- provenance and the machine ------------------------------------------------------------------------------
+
+
+def test_provenance_names_processor_versions_and_command(tmp_path, monkeypatch):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t: x\n")
+    assert results.read_cpu_model(cpuinfo) == "Some CPU @ 2 GHz"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/tetris-sglang", "bench", "--k", "1,2"])
+    provenance = results.collect_provenance()
+    assert provenance["command"] == "tetris-sglang bench --k 1,2"
+    assert provenance["sglang"] == "0.5.23"
+    assert str(pair.REPOSITORY) not in json.dumps(provenance)
+    assert results.describe_commit(tmp_path) == "no clone"
+
+
+def test_too_many_live_servers_are_refused_before_they_start(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000000 kB\nMemAvailable: 6291456 kB\n")
+    servers.check_memory(1, meminfo)
+    with pytest.raises(ValueError, match="6.0 GiB are available"):
+        servers.check_memory(2, meminfo)
+
+
+def test_the_reason_of_a_failed_start_is_its_last_error():
+    log = "the server ended with code 1.\nINFO a\nRuntimeError: no such backend\nINFO bye"
+    assert servers.last_words(log) == "RuntimeError: no such backend"
+    assert servers.last_words("no answer after 600 s.\nINFO last") == "INFO last"
+
+
+def test_per_user_speed_is_the_median_requests_output_over_its_latency():
+    result = {
+        "output_lens": [10, 20, 30],
+        "ttfts": [1.0, 1.0, 0.5],
+        "itls": [[0.5, 0.5], [1.0, 2.0], [0.5]],
+    }
+    assert servers.measure_per_user(result) == 5.0  # 10 / 2, 20 / 4, 30 / 1
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_made_again_without_measuring(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
+    out = tmp_path / "capacity.json"
+    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity.json").read_text())
+    done = CliRunner().invoke(app, ["bench", "--report-only", "--out", str(out)])
+    assert done.exit_code == 0 and "best of STANDALONE" not in done.output and "auto D=6" in done.output
+    assert out.with_suffix(".md").exists() and out.with_suffix(".png").exists()
+
+
+def test_options_reach_the_settings(tmp_path, monkeypatch):
+    seen = []
+
+    def compare(settings, *others):
+        seen.append(settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_compare", compare)
+    run = CliRunner().invoke
+    done = run(
+        app,
+        ["bench", "--full", "--k", "2", "--draft", "eagle=a", "--draft", "standalone=b", "--model-path", "m"],
+    )
+    assert done.exit_code == 130 and "--resume" in done.output
+    (settings,) = seen
+    assert settings.draft_paths == ("eagle=a", "standalone=b") and settings.drafts == ("eagle", "standalone")
+    assert settings.k == (2,) and settings.temperature == (0.0, 1.0) and settings.min_prompts == 32
+    assert run(app, ["bench", "--pair", str(tmp_path), "--workload", "x"]).exit_code == 2
+
+
+def test_without_a_plotting_library_there_are_no_pictures_and_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    out = tmp_path / "capacity.json"
+    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity.json").read_text())
+    run = CliRunner().invoke
+    done = run(app, ["bench", "--report-only", "--out", str(out)])
+    assert done.exit_code == 0 and "no pictures" in done.output and "tetris-sglang[bench]" in done.output
+    assert out.with_suffix(".md").exists() and not out.with_suffix(".png").exists()
+    # What was asked for by name is refused before anything is measured.
+    monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
+    done = run(app, ["bench", "--step-picture", "--out", str(out)])
+    assert done.exit_code == 2 and "--step-picture" in done.output

@@ -1,0 +1,110 @@
+"""What is compared: one server configuration each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+REFERENCE = "none"
+FAMILIES = (REFERENCE, "standalone", "adaptive", "full", "tetris", "uniform", "random", "auto")
+"""standalone: SGLang's own speculation with the arm's draft, whatever that is."""
+HEADS = ("eagle", "eagle3")
+DRAFTS = ("standalone", *HEADS, "ngram", "perfect", "useless")
+"""perfect: the target before it was inflated. useless: the standalone draft as sure as ever, its tokens mixed up."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One server configuration.
+
+    k: drafts verified per request and step, on average. extra: drafts beyond k that selection chooses from.
+    capacity_tokens: instead of k, drafts verified per step over the whole batch, of num_steps drafted per request.
+    draft: what drafts, one of DRAFTS. topk: branches of a draft tree, which is num_steps deep; 1: chains.
+    """
+
+    family: str
+    k: int = 0
+    extra: int = 0
+    capacity_tokens: int = 0
+    num_steps: int = 0
+    draft: str = "standalone"
+    topk: int = 1
+
+    @property
+    def name(self) -> str:
+        if self.family == REFERENCE:
+            return REFERENCE
+        if self.draft == "standalone":
+            name = self.family
+        elif self.family == "standalone" and self.algorithm != "STANDALONE":
+            name = self.algorithm
+        else:
+            name = f"{self.family} {self.draft}"
+        if self.topk > 1:
+            name += f" topk={self.topk}"
+        if self.family == "adaptive":
+            return name
+        if self.family == "auto":
+            return f"{name} D={self.num_steps}"
+        if self.family == "full":
+            return f"{name} D={self.k}"
+        if self.capacity_tokens:
+            return f"{name} C={self.capacity_tokens}, D={self.num_steps}"
+        return f"{name} k={self.k}" + (f"+{self.extra}" if self.extra else "")
+
+    @property
+    def algorithm(self) -> str:
+        """SGLang's own with this draft."""
+        return "STANDALONE" if self.draft in ("perfect", "useless") else self.draft.upper()
+
+    def flags(self, draft: str | None, phase_times: bool) -> list[str]:
+        """Server flags beyond the model's.
+
+        Args:
+            draft: the draft's folder; None for n-grams.
+        """
+        if self.family == REFERENCE:
+            return []
+        model = ["--speculative-draft-model-path", draft] if draft else []
+        if self.family == "adaptive":
+            # Steps and their candidates are SGLang's: a number of ours may be none of them.
+            return ["--speculative-algorithm", self.algorithm, *model, "--speculative-adaptive"]
+        drafting = [*model, "--speculative-num-steps", str(self.num_steps or self.k + self.extra)]
+        if self.topk > 1 and self.family != "auto":
+            num_draft_tokens = self.k + self.extra + 1
+            drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
+        if self.family == "standalone":
+            chain = ("--speculative-num-draft-tokens", str(self.k + 1)) if self.topk == 1 else ()
+            branches = ("--speculative-eagle-topk", str(self.topk)) if self.draft != "ngram" else ()
+            return ["--speculative-algorithm", self.algorithm, *drafting, *branches, *chain]
+        if self.topk > 1:
+            drafting += ["--speculative-eagle-topk", str(self.topk)]
+        if self.family == "auto":
+            return ["--speculative-algorithm", "TETRIS", *drafting]
+        return [
+            *("--speculative-algorithm", "TETRIS", *drafting),
+            *(
+                ("--speculative-tetris-capacity-tokens", str(self.capacity_tokens))
+                if self.capacity_tokens
+                else ("--speculative-tetris-capacity-per-request", str(self.k))
+            ),
+            # In full there is nothing to choose.
+            *("--speculative-tetris-selection", "tetris" if self.family == "full" else self.family),
+            *(("--speculative-tetris-phase-times", "true") if phase_times else ()),
+        ]
+
+
+def group_arms(arms: Sequence[Arm], live_servers: int) -> list[list[Arm]]:
+    """Split into groups of at most `live_servers`, each with the reference; one group if they follow one another."""
+    if live_servers == 1:
+        return [list(arms)]
+    reference, *others = arms
+    size = live_servers - 1
+    return [[reference, *others[i : i + size]] for i in range(0, len(others), size)] or [[reference]]
+
+
+def order_arms(arms: Sequence[Arm], repeat: int) -> list[Arm]:
+    """Rotate from repeat to repeat and reverse every other one: no arm always follows the same one."""
+    start = repeat % len(arms)
+    rotated = [*arms[start:], *arms[:start]]
+    return rotated[::-1] if repeat % 2 else rotated

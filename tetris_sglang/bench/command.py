@@ -1,0 +1,248 @@
+"""`tetris-sglang bench`. Imports what it needs when it runs, so `--help` is quick."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import shlex
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from tetris_sglang.bench.arms import DRAFTS, FAMILIES, REFERENCE
+from tetris_sglang.bench.settings import (
+    ARRIVALS,
+    FULL,
+    PAIR_DTYPE,
+    PAIR_SHAPE,
+    QUICK,
+    REQUEST_RATES,
+    Settings,
+    build_settings,
+)
+from tetris_sglang.bench.workloads import SHARED_PREFIX, WAVES, WORKLOADS
+from tetris_sglang.pair import PAIR
+
+if TYPE_CHECKING:
+    from tetris_sglang.bench.results import Results
+    from tetris_sglang.bench.workloads import Workload
+
+RESULTS = Path("bench.json")
+_NO_SETTINGS = ("full", "pair", "out", "resume", "report_only", "step_picture", "draft")
+
+
+def bench(
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Everything, or what fits in a coffee break.")
+    ] = False,
+    arms: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(FAMILIES)}; '{REFERENCE}' is always measured.")
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option(help="Verified drafts per request, e.g. 1,2,3; none: no such arms.")
+    ] = None,
+    extra: Annotated[
+        str | None, typer.Option(help="Drafts beyond k for TETRIS, uniform, random and full.")
+    ] = None,
+    capacity_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Also TETRIS with this many verified drafts per step over the whole batch; none: no such arms."
+        ),
+    ] = None,
+    num_steps: Annotated[
+        int, typer.Option(help="Drafts per request in those arms and in auto; levels of draft trees.")
+    ] = 6,
+    drafts: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What drafts, of {', '.join(DRAFTS)}.", show_default="standalone, or those of --draft"
+        ),
+    ] = None,
+    topk: Annotated[
+        str, typer.Option(help="Branches of draft trees, --num-steps deep, of k + extra nodes; 1: chains.")
+    ] = "1",
+    workload: Annotated[str, typer.Option(help=f"The shipped prompts: {', '.join(WORKLOADS)}.")] = WORKLOADS[
+        0
+    ],
+    dataset: Annotated[str, typer.Option(help="Instead of those, a file for sglang.bench_serving.")] = "",
+    dataset_name: Annotated[str, typer.Option(help="Its format: custom, sharegpt, openai, ...")] = "",
+    load_flags: Annotated[
+        str, typer.Option(help="More arguments for sglang.bench_serving, as one argument.")
+    ] = "",
+    arrivals: Annotated[
+        str, typer.Option(help=f"{' or '.join(ARRIVALS)}: so many at a time, or at random times.")
+    ] = ARRIVALS[0],
+    concurrency: Annotated[
+        str, typer.Option(help="Requests in flight; the largest is how many a server runs at once.")
+    ] = "1,4,16",
+    request_rate: Annotated[
+        str | None, typer.Option(help="Poisson arrivals per second.", show_default=REQUEST_RATES)
+    ] = None,
+    temperature: Annotated[str | None, typer.Option(help="0 is greedy.")] = None,
+    output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
+    prompts: Annotated[
+        int | None, typer.Option(help=f"Prompts per run; at least {WAVES} per request in flight.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds per cell.")] = 3,
+    model_path: Annotated[str, typer.Option(help="Your own target instead of the shipped pair.")] = "",
+    draft: Annotated[
+        list[str] | None, typer.Option(metavar="DRAFT=PATH", help="The model of one of --drafts; repeatable.")
+    ] = None,
+    pair: Annotated[
+        Path,
+        typer.Option(help="Folder with target/, draft/ and prompts.jsonl.", show_default="the shipped one"),
+    ] = PAIR,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="What the pair's target is inflated to: scripts/inflate_model.py.", show_default=PAIR_SHAPE
+        ),
+    ] = None,
+    draft_shape: Annotated[str, typer.Option(help="Inflate the pair's standalone draft, too.")] = "",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of all models.", show_default=f"{PAIR_DTYPE}; auto with --model-path"),
+    ] = None,
+    server_flags: Annotated[str, typer.Option(help="More flags for every server, as one argument.")] = "",
+    live_servers: Annotated[
+        int,
+        typer.Option(
+            help="Servers up at once, 4 GiB each with the shipped pair. 1: one after the other, for a GPU that holds "
+            "one; then a drift of the machine's speed shows as a difference between arms."
+        ),
+    ] = 4,
+    phase_times: Annotated[
+        bool, typer.Option(help="Time the phases of TETRIS's steps: some ten clock readings per step.")
+    ] = True,
+    step_picture: Annotated[
+        bool, typer.Option("--step-picture", help="Afterwards, record and draw some steps of a TETRIS arm.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of prompt order and sampling.")] = 0,
+    out: Annotated[Path, typer.Option(help="JSON; Markdown and pictures go beside it.")] = RESULTS,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the complete rounds of an earlier, interrupted run.")
+    ] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Tables and pictures of --out once more; measure nothing.")
+    ] = False,
+) -> None:
+    """Compare TETRIS with no speculation, SGLang's own speculation and other selection rules on real servers.
+
+    Starts a fresh server per arm and drives it with sglang.bench_serving. On the shipped models by default; with
+    --model-path and --draft on yours.
+    """
+    options = {name: value for name, value in locals().items() if name not in _NO_SETTINGS}
+    options["draft_paths"] = draft or ()
+    from tetris_sglang.bench.report import print_tables
+    from tetris_sglang.bench.servers import RunFailed
+
+    console = Console()
+    try:
+        if not _has_matplotlib():
+            hint = "matplotlib is missing: pip install 'tetris-sglang[bench]'"
+            if step_picture:
+                raise ValueError(f"--step-picture: {hint}")
+            console.print(f"no pictures: {hint}", highlight=False, markup=False)
+        if report_only:
+            results = json.loads(out.read_text())
+            if not results["samples"]:
+                raise ValueError(f"{out} holds no run yet")
+        else:
+            settings = build_settings(preset=FULL if full else QUICK, options=options)
+            results = _compare(settings, pair, out, resume, step_picture, console)
+    except (ValueError, FileNotFoundError, RunFailed) as error:
+        console.print("[red]error:[/]", end=" ")
+        console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        console.print(f"interrupted; complete rounds are kept in {out}: go on with --resume")
+        raise typer.Exit(130) from None
+    print_tables(results, console)
+    for path in [out, *write_reports(results, out)]:
+        console.print(str(path), highlight=False, soft_wrap=True)
+
+
+def _compare(
+    settings: Settings, pair: Path, out: Path, resume: bool, step_picture: bool, console: Console
+) -> Results:
+    from tetris_sglang.bench.arms import group_arms
+    from tetris_sglang.bench.models import find_models
+    from tetris_sglang.bench.results import ResultsFile
+    from tetris_sglang.bench.runner import Bench, record_steps
+    from tetris_sglang.bench.servers import bench_serving_arguments
+
+    arms = settings.build_arms()
+    groups = group_arms(arms, settings.live_servers)
+    workload = find_workload(settings, pair)
+    file = ResultsFile(out, settings, arms, resume=resume)
+    with _terminated_as_interrupt(), tempfile.TemporaryDirectory(prefix="tetris-bench-") as name:
+        folder = Path(name)
+        needed = {arm.draft for arm in arms if arm.family != REFERENCE}
+        models = find_models(settings, pair, needed, folder)
+        load = bench_serving_arguments(
+            "URL", ["--dataset-name", "..."], settings, settings.loads[0], 0.0, 0, Path("FILE")
+        )
+        for line in (
+            f"load: python -m sglang.bench_serving {shlex.join(load)}",
+            *(
+                f"{arm.name}: {shlex.join(arm.flags(models.drafts[arm.draft], settings.phase_times))}"
+                for arm in arms
+                if not models.find_obstacle(arm) and arm.family != REFERENCE
+            ),
+        ):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+        Bench(settings, file, models, workload, folder).run(groups)
+        if step_picture:
+            from tetris_sglang.bench.plots import plot_steps
+
+            available = [arm for arm in arms if not file.is_unavailable(arm)]
+            arm, trace = record_steps(available, models, settings, workload, folder)
+            picture = out.with_name(f"{out.stem}_steps.png")
+            plot_steps(trace, picture, title=arm.name)
+            console.print(str(picture), highlight=False, soft_wrap=True)
+    return file.results
+
+
+def find_workload(settings: Settings, pair: Path) -> Workload:
+    from tetris_sglang.bench.workloads import KINDS, Dataset, ShippedPrompts
+    from tetris_sglang.pair import read_prompts
+
+    if settings.dataset_name:
+        return Dataset(settings.dataset_name, settings.dataset)
+    kinds = {settings.workload} if settings.workload in KINDS else None
+    return ShippedPrompts(read_prompts(pair, kinds), shares_prefixes=settings.workload == SHARED_PREFIX)
+
+
+def write_reports(results: Results, json_path: Path) -> list[Path]:
+    """Write the Markdown tables and, where matplotlib is, the plot beside the JSON; returns their paths."""
+    from tetris_sglang.bench.report import render_markdown
+
+    markdown, picture = json_path.with_suffix(".md"), json_path.with_suffix(".png")
+    markdown.write_text(render_markdown(results))
+    if not _has_matplotlib():
+        return [markdown]
+    from tetris_sglang.bench.plots import plot_comparison
+
+    plot_comparison(results, picture)
+    return [markdown, picture]
+
+
+def _has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the servers as Ctrl-C does."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,142 @@
+"""Takes every run of a comparison that is still missing.
+
+Several servers are up at once, all but the measured one frozen, and every repeat visits all of them, so that a change
+of the machine's speed meets every arm alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+from tqdm import tqdm
+
+from tetris_sglang.bench.arms import REFERENCE, Arm, order_arms
+from tetris_sglang.bench.models import Models
+from tetris_sglang.bench.results import ResultsFile
+from tetris_sglang.bench.servers import (
+    LiveServer,
+    RunFailed,
+    check_memory,
+    measure,
+    prepare_server,
+    start_servers,
+)
+from tetris_sglang.bench.settings import Settings
+from tetris_sglang.bench.workloads import Load, Workload
+from tetris_sglang.trace import Trace, read_trace
+
+Round = tuple[int, float, Load]
+"""repeat, temperature and load: one run of every arm of a group."""
+
+
+RECORDED_FAMILIES = ("tetris", "auto", "uniform", "random", "full")
+
+
+class Bench:
+    """Starts the groups of servers one after the other and takes every round that is still missing."""
+
+    def __init__(
+        self, settings: Settings, file: ResultsFile, models: Models, workload: Workload, folder: Path
+    ) -> None:
+        self.settings, self.file, self.models = settings, file, models
+        self.workload, self.folder = workload, folder
+
+    def run(self, groups: Sequence[Sequence[Arm]]) -> None:
+        settings, file = self.settings, self.file
+        rounds = list(product(range(settings.repeats), settings.temperature, settings.loads))
+        for arm in (arm for group in groups for arm in group):
+            if obstacle := self.models.find_obstacle(arm):
+                file.mark_unavailable(arm, obstacle)
+        total = sum(len(group) for group in groups) * len(rounds)
+        with tqdm(total=total, unit="run", smoothing=0.1) as bar:
+            if settings.one_by_one:
+                self._run_one_by_one(groups[0], rounds, bar)
+                return
+            file.drop_incomplete(groups)
+            for number, group in enumerate(groups):
+                missing = []
+                for repeat, temperature, load in rounds:
+                    if file.has_round((number, temperature, load, repeat)):
+                        bar.update(len(group))
+                    else:
+                        missing.append((repeat, temperature, load))
+                if missing:
+                    self._run_group(number, group, missing, bar)
+
+    def _run_one_by_one(self, arms: Sequence[Arm], rounds: Sequence[Round], bar: tqdm) -> None:
+        for arm in arms:
+            missing = [
+                (repeat, temperature, load)
+                for repeat, temperature, load in rounds
+                if not self.file.has_sample(arm, (0, temperature, load, repeat))
+            ]
+            bar.update(len(rounds) - len(missing))
+            if missing and not self.file.is_unavailable(arm):
+                self._run_group(0, [arm], missing, bar)
+            else:
+                bar.update(len(missing))
+
+    def _run_group(self, number: int, group: Sequence[Arm], rounds: Sequence[Round], bar: tqdm) -> None:
+        with contextlib.ExitStack() as stack:
+            available = [arm for arm in group if not self.file.is_unavailable(arm)]
+            bar.set_description(f"group {number + 1}: starting {len(available)} servers")
+            servers = self._start(available, stack)
+            if group[0].family == REFERENCE and group[0] not in servers:
+                raise RunFailed(f"no reference: {self.file.results['unavailable'][group[0].name]}")
+            for repeat, temperature, load in rounds:
+                for arm in order_arms(group, repeat):
+                    bar.set_description(f"{arm.name} at {load}, repeat {repeat + 1}")
+                    if arm in servers:
+                        self._take(servers, arm, number, (repeat, temperature, load))
+                    bar.update()
+
+    def _take(self, servers: dict[Arm, LiveServer], arm: Arm, number: int, where: Round) -> None:
+        repeat, temperature, load = where
+        try:
+            sample = measure(servers[arm], self.workload, self.settings, load, temperature, repeat)
+        except RunFailed as error:
+            if arm.family == REFERENCE:
+                raise
+            # Its earlier samples stay: what it did before it failed is true.
+            self.file.mark_unavailable(arm, f"failed at {load}: {error}")
+            servers.pop(arm).process.stop()
+            return
+        self.file.add({"group": number, "repeat": repeat, **sample})
+
+    def _start(self, group: Sequence[Arm], stack: contextlib.ExitStack) -> dict[Arm, LiveServer]:
+        check_memory(len(group))
+        servers = [prepare_server(arm, self.models, self.settings, self.folder) for arm in group]
+        for server in servers:
+            stack.callback(server.process.stop)
+        reasons = start_servers(servers)
+        for arm, reason in reasons.items():
+            self.file.mark_unavailable(arm, reason)
+        return {server.arm: server for server in servers if server.arm not in reasons}
+
+
+def record_steps(
+    arms: Sequence[Arm], models: Models, settings: Settings, workload: Workload, folder: Path
+) -> tuple[Arm, Trace]:
+    """One run at the largest load on a TETRIS server that records its steps; nobody's figures, since that takes time.
+
+    Raises:
+        ValueError: no arm is TETRIS's.
+        RunFailed: the server did not start, or the run failed.
+    """
+    arm = next((arm for family in RECORDED_FAMILIES for arm in arms if arm.family == family), None)
+    if arm is None:
+        raise ValueError(
+            f"--step-picture: there are steps to record with an arm of {', '.join(RECORDED_FAMILIES)}"
+        )
+    record = folder / "steps.trace"
+    server = prepare_server(arm, models, settings, folder, ("--speculative-tetris-record", str(record)))
+    try:
+        if reasons := start_servers([server]):
+            raise RunFailed(f"--step-picture: {reasons[arm]}")
+        measure(server, workload, settings, max(settings.loads, key=lambda load: load.value), 0.0, 0)
+    finally:
+        server.process.stop()
+    return arm, read_trace(record)
