@@ -75,7 +75,7 @@ def replay(
         typer.Option(help="Shuffle the rows into batches of so many.", show_default="the recorded batches"),
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(help="Draws of the random rule, and shuffles.", show_default="3")
+        int | None, typer.Option(help="Draws of the random rule, and shuffles.", show_default="1")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of those.", show_default="0")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

@@ -70,24 +70,40 @@ RULES = {
 _SELECT = {rule.selection: get_operations("cpu", rule.selection).select_nodes for rule in RULES.values()}
 
 
+class Ranked(NamedTuple):
+    """Each request's nodes in the order in which a rule takes them."""
+
+    selection: str
+    score: Tensor
+    """[batch, n] float32, non-increasing along dim 1."""
+    accepted: Tensor
+    """[batch, n] bool."""
+    num_nodes: Tensor
+    """[batch] int64."""
+
+
 class Selected(NamedTuple):
     """What a rule chose, summed over a batch."""
 
     verified: int
     accepted: int
-    survival: float
-    """The sum of the chosen nodes' scores: how many the rule expects to be accepted, if its scores are survivals."""
+    score: float
+    """How many the rule expects to be accepted, if its scores are survivals."""
 
 
-def select(rule: Rule, batch: Batch, capacity_tokens: int) -> Selected:
-    """Choose as many nodes as the capacity allows, as the server's own selection does."""
-    score = rule.score(batch)
+def rank(rule: Rule, batch: Batch) -> Ranked:
+    """Order nodes by a rule's score. It is the same at every capacity."""
     # Stable: among equals the listed order stays, in which a parent stands before its children.
-    score, order = score.sort(dim=1, descending=True, stable=True)
-    draft_lens = _SELECT[rule.selection](score, capacity_tokens, batch.num_nodes)
-    verified = torch.arange(score.shape[1]) < draft_lens[:, None]
-    accepted = batch.accepted.gather(1, order) & verified
-    return Selected(int(draft_lens.sum()), int(accepted.sum()), float(score[verified].sum()))
+    score, order = rule.score(batch).sort(dim=1, descending=True, stable=True)
+    return Ranked(rule.selection, score, batch.accepted.gather(1, order), batch.num_nodes)
+
+
+def select(ranked: Ranked, capacity_tokens: int) -> Selected:
+    """Choose as many nodes as the capacity allows, as the server's own selection does."""
+    draft_lens = _SELECT[ranked.selection](ranked.score, capacity_tokens, ranked.num_nodes)
+    verified = torch.arange(ranked.score.shape[1]) < draft_lens[:, None]
+    accepted, score = (ranked.accepted & verified).sum(), ranked.score[verified].sum()
+    return Selected(int(draft_lens.sum()), int(accepted), float(score))
 
 
 class Figures(NamedTuple):
@@ -148,7 +164,7 @@ def study(
     capacities: Sequence[float] = CAPACITIES,
     *,
     batch_size: int | None = None,
-    repeats: int = 3,
+    repeats: int = 1,
     seed: int = 0,
 ) -> Study:
     """Replay a trace with every rule at every capacity.
@@ -173,7 +189,7 @@ def study(
     sums = {(rule, capacity): Selected(0, 0, 0.0) for rule in RULES for capacity in policies}
     num_requests = 0
     # The random rule draws from torch's global generator, as a server does.
-    with torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for _ in range(repeats):
             batches = recorded
@@ -182,16 +198,16 @@ def study(
                 batches = rows[torch.randperm(len(rows))].split(batch_size)[: len(rows) // batch_size]
             for batch in make_batches(trace, batches):
                 num_requests += len(batch.raw)
-                for capacity, policy in policies.items():
-                    capacity_tokens = policy.count_tokens(len(batch.raw))
-                    for name, rule in RULES.items():
-                        selected = select(rule, batch, capacity_tokens)
+                for name, rule in RULES.items():
+                    ranked = rank(rule, batch)
+                    for capacity, policy in policies.items():
+                        selected = select(ranked, policy.count_tokens(len(batch.raw)))
                         total = sums[name, capacity]
                         sums[name, capacity] = Selected(*map(sum, zip(total, selected, strict=True)))
     figures = []
-    for (rule, capacity), (verified, accepted, survival) in sums.items():
+    for (rule, capacity), (verified, accepted, score) in sums.items():
         best = sums["oracle", capacity][1]
-        promised = survival / verified if RULES[rule].promises else None
+        promised = score / verified if RULES[rule].promises else None
         share = accepted / best if best else 1.0
         figures.append(Figures(rule, capacity, num_requests, verified, accepted, promised, share))
     return Study(trace_name, trace.header, len(recorded), len(rows), left_out, figures)
@@ -223,7 +239,7 @@ def replay(
     files: Sequence[Path],
     capacities: str = ",".join(f"{capacity:g}" for capacity in CAPACITIES),
     batch_size: int | None = None,
-    repeats: int = 3,
+    repeats: int = 1,
     seed: int = 0,
     as_json: bool = False,
     plot: Path | None = None,

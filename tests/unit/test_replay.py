@@ -17,6 +17,7 @@ from tetris_sglang.replay import (
     draw_figure,
     make_batches,
     print_study,
+    rank,
     select,
     study,
 )
@@ -80,14 +81,16 @@ def best_accepted(batch: Batch, parents: list[list[int]], capacity: int) -> int:
 def test_the_oracle_is_the_best_choice_there_is(seed):
     batch, parents = make_trees(seed, batch=3, nodes=6)
     for capacity in range(1, 15):
-        assert select(RULES["oracle"], batch, capacity).accepted == best_accepted(batch, parents, capacity)
+        assert select(rank(RULES["oracle"], batch), capacity).accepted == best_accepted(
+            batch, parents, capacity
+        )
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_on_chains_the_oracle_is_the_library_s_and_fills_up(seed):
     batch = make_chains(seed, batch=5, depth=4)
     for capacity in range(1, 24):
-        selected = select(RULES["oracle"], batch, capacity)
+        selected = select(rank(RULES["oracle"], batch), capacity)
         plain = select_oracle(batch.survival, capacity, accept_lens=batch.accepted.sum(dim=1))
         assert selected.accepted == plain.sum()
         assert selected.verified == min(capacity, 20) >= plain.sum()
@@ -98,7 +101,7 @@ def test_every_rule_verifies_as_many_and_none_beats_the_oracle(seed):
     trees, _ = make_trees(seed, batch=4, nodes=7)
     for batch in (trees, make_chains(seed, batch=4, depth=5)):
         for capacity in range(1, 30):
-            chosen = {name: select(rule, batch, capacity) for name, rule in RULES.items()}
+            chosen = {name: select(rank(rule, batch), capacity) for name, rule in RULES.items()}
             assert {selected.verified for selected in chosen.values()} == {
                 min(capacity, int(batch.num_nodes.sum()))
             }
@@ -114,7 +117,7 @@ def test_tetris_takes_the_largest_survivals_of_the_batch(name, scores, seed):
         inside = torch.arange(values.shape[1]) < batch.num_nodes[:, None]
         ranked = values[inside].sort(descending=True).values
         for capacity in range(1, len(ranked) + 1):
-            assert select(RULES[name], batch, capacity).survival == pytest.approx(
+            assert select(rank(RULES[name], batch), capacity).score == pytest.approx(
                 float(ranked[:capacity].sum())
             )
 
@@ -125,11 +128,11 @@ def test_one_batch_by_hand():
     survival = torch.tensor([[0.4, 0.2], [0.7, 0.6]])
     accepted = torch.tensor([[False, False], [True, True]])
     batch = Batch(raw, survival, accepted, torch.tensor([2, 2]))
-    chosen = {name: select(rule, batch, 2) for name, rule in RULES.items()}
+    chosen = {name: select(rank(rule, batch), 2) for name, rule in RULES.items()}
     assert {name: selected.accepted for name, selected in chosen.items() if name != "random"} == {
         "uniform": 1, "tetris raw": 0, "tetris calibrated": 2, "oracle": 2,
     }  # fmt: skip
-    assert chosen["tetris calibrated"].survival == pytest.approx(1.3)
+    assert chosen["tetris calibrated"].score == pytest.approx(1.3)
 
 
 def make_trace(num_steps: int = 40, batch: int = 6, depth: int = 4, seed: int = 0, hidden=()) -> Trace:
