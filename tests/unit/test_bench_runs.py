@@ -224,7 +224,7 @@ def test_adaptive_that_sglang_only_warns_about_is_no_arm():
     assert servers.find_refusal("INFO ready") is None
 
 
-def test_sglang_still_warns_in_the_words_that_are_looked_for():
+def test_sglang_still_warns_in_the_words_that_are_looked_for(plugins):
     """It serves without what was asked for; were the message another, the arm would be measured as if it had it."""
     import inspect
 
@@ -323,6 +323,11 @@ def test_the_reason_of_a_failed_start_is_its_last_error():
     log = "the server ended with code 1.\nINFO a\nRuntimeError: no such backend\nINFO bye"
     assert servers.last_words(log) == "RuntimeError: no such backend"
     assert servers.last_words("no answer after 600 s.\nINFO last") == "INFO last"
+    trace = 'File "/a/b/first.py", line 1, in run\n  x()\nFile "/a/b/backend.py", line 23, in init_graph\n  raise\n'
+    assert servers.last_words(trace + "NotImplementedError\nbye") == (
+        "NotImplementedError in init_graph (backend.py:23)"
+    )
+    assert servers.last_words("NotImplementedError") == "NotImplementedError"
 
 
 def test_per_user_speed_is_the_median_requests_output_over_its_latency():
