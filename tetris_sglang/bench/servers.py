@@ -173,14 +173,14 @@ def run_bench_serving(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         RunFailed: with the end of what it printed.
     """
-    from sglang.benchmark import serving
-
     output_file = Path(arguments[arguments.index("--output-file") + 1])
     output_file.unlink(missing_ok=True)
     printed = io.StringIO()
     argv, sys.argv = sys.argv, ["sglang.bench_serving", *arguments]
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            from sglang.benchmark import serving  # warns, across the progress bar
+
             serving.cli_main()
     except (Exception, SystemExit) as error:
         raise RunFailed(
