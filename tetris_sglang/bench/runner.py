@@ -131,14 +131,12 @@ def record_steps(
     """
     arm = next((arm for family in RECORDED_FAMILIES for arm in arms if arm.family == family), None)
     if arm is None:
-        raise ValueError(
-            f"--step-picture: there are steps to record with an arm of {', '.join(RECORDED_FAMILIES)}"
-        )
+        raise ValueError(f"there are steps to record with an arm of {', '.join(RECORDED_FAMILIES)}")
     record = folder / "steps.trace"
     server = prepare_server(arm, models, settings, folder, ("--speculative-tetris-record", str(record)))
     try:
         if reasons := start_servers([server]):
-            raise RunFailed(f"--step-picture: {reasons[arm]}")
+            raise RunFailed(reasons[arm])
         measure(server, workload, settings, max(settings.loads, key=lambda load: load.value), 0.0, 0)
     finally:
         server.process.stop()
