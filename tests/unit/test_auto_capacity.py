@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from tetris_sglang.capacity import (
     capacity_shares,
     measure_curves,
 )
+from tetris_sglang.drafting import Proposal
+from tetris_sglang.runtime.planning import StepPlanner
 from tetris_sglang.selection import select_prefixes
 
 NUM_STEPS = 6
@@ -75,8 +78,8 @@ class Server:
                         plan.depth,
                         torch.tensor(policy.curves.shares, dtype=torch.float32),
                     )
-                    policy.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
-                    policy.curves.confirm(accepted)
+                    expected = policy.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
+                    policy.curves.confirm(expected, accepted)
             tokens, total_s = tokens + batch_size + accepted, total_s + seconds
             if isinstance(policy, AutoCapacity):
                 shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
@@ -232,12 +235,40 @@ def test_a_shallow_step_says_little_about_deep_ones():
     curves = AcceptCurves(4, capacity_shares(4))
     full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(1, 5)])
     for _ in range(200):
-        curves.observe(full, 64, 64)
-        curves.confirm(64 * 0.5)
+        curves.confirm(curves.observe(full, 64, 64), 64 * 0.5)
     gain = curves.accepted(np.array([4]), np.array([4.0])) - curves.accepted(np.array([2]), np.array([4.0]))
     for _ in range(50):
-        curves.observe(full[:2] * 1.5, 64, 64)
-        curves.confirm(64 * 0.75)
+        curves.confirm(curves.observe(full[:2] * 1.5, 64, 64), 64 * 0.75)
     at_two, at_four = (float(curves.accepted(np.array([d]), np.array([4.0]))[0]) for d in (2, 4))
     assert at_two == pytest.approx(1.5, rel=0.01)
     assert at_four - at_two == pytest.approx(float(gain[0]), rel=0.05)
+
+
+# -- the planner -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
+def test_late_results_do_not_count_against_the_draft(batch_size, lag):
+    """Under overlap scheduling a step's result comes after later steps began, plain ones among them."""
+    policy = AutoCapacity(
+        StepTimeModel(PassTimes({1: 1e-2}, {1: 1e-3}, {1: 1e-3}), max_rows=256, max_batch_size=32),
+        AcceptCurves(4, capacity_shares(4)),
+    )
+    policy.choose = lambda *_: StepPlan(0, 0) if len(accepted) % 3 == 2 else StepPlan(4, 3 * batch_size)
+    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu")
+    batch = SimpleNamespace(reqs=[None] * batch_size, seq_lens_sum=0)
+    proposal = Proposal(
+        torch.zeros((batch_size, 4), dtype=torch.int64),
+        torch.tensor([0.9, 0.8, 0.7, 0.6]).expand(batch_size, 4),
+    )
+    expected = batch_size * (0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7)
+    accepted = []
+    for step in range(60):
+        plan = planner.plan(batch, batch_size)
+        if plan.depth:
+            planner.after_draft(proposal, plan.depth, plan.capacity_tokens)
+        accepted.append(0.5 * expected if plan.depth else 0)
+        if step >= lag:
+            planner.after_result(accepted[step - lag])
+    assert policy.curves.confidence == pytest.approx(0.5, rel=0.05 if batch_size > 1 else 0.1)

@@ -314,3 +314,30 @@ def test_a_trace_without_steps_is_refused(tmp_path):
     open_for_writing(tmp_path / "empty.trace", 4).close()
     with pytest.raises(ValueError, match="no step"):
         plots.plot_steps(read_trace(tmp_path / "empty.trace"), tmp_path / "steps.png")
+
+
+def test_goals_of_the_automatic_capacity():
+    """Against no speculation, the best fixed capacity and the best of the others, each cell by itself."""
+    throughput = {
+        "none": (1.0, 1.0), "standalone k=3": (1.2, 1.0), "tetris k=3+1": (1.3, 0.9), "auto D=6": (1.28, 1.2),
+        "auto useless D=6": (0.97, 1.1),
+    }  # fmt: skip
+    arms = {
+        "none": {"family": "none"},
+        "standalone k=3": {"family": "standalone", "k": 3},
+        "tetris k=3+1": {"family": "tetris", "k": 3, "extra": 1},
+        "auto D=6": {"family": "auto", "num_steps": 6},
+        "auto useless D=6": {"family": "auto", "num_steps": 6, "draft": "useless"},
+    }
+    samples = [
+        make_sample(arm, tokens_per_s=100 * ratios[i], concurrency=concurrency)
+        for arm, ratios in throughput.items()
+        for i, concurrency in enumerate((1, 16))
+    ]
+    verdicts = {v.expectation: v for v in report.judge(report.build_cells(samples), arms)}
+    plain = verdicts["automatic capacity at least 0.98 of no speculation"]
+    assert (plain.holds, plain.detail) == (False, "auto useless D=6 at concurrency 1: 0.97")
+    fixed = verdicts["automatic capacity at least 0.98 of the best fixed one, and of no speculation"]
+    assert (fixed.holds, fixed.detail) == (False, "auto useless D=6 at concurrency 1: 0.97")
+    others = verdicts["automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on"]
+    assert others.holds and others.detail == "in all 1 cells"

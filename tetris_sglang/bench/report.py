@@ -185,7 +185,39 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
     for cell in tetris:
         by_load.setdefault(cell.load, []).append(cell)
     best = [max(cells, key=lambda c: c.throughput.median) for cells in by_load.values()]
+
+    def compare_auto(
+        share: float, families: Sequence[str], of: Sequence[Cell]
+    ) -> list[tuple[str, bool, str]]:
+        """Of each automatic cell, whether it reaches this share of the best of its rivals and no speculation."""
+        compared = []
+        for cell in of:
+            rivals = [c for c in cells if family_of(c) in families and place_of(c) == place_of(cell)]
+            rival = max((c.throughput.median for c in rivals), default=1.0)
+            reached = cell.throughput.median / max(rival, 1.0)
+            compared.append((_name(cell), round(reached, 2) >= share, f"{reached:.2f}"))
+        return compared
+
+    auto = [c for c in cells if family_of(c) == "auto"]
     verdicts = [
+        _verdict("automatic capacity at least 0.98 of no speculation", compare_auto(0.98, (), auto)),
+        _verdict(
+            "automatic capacity at least 0.98 of the best fixed one, and of no speculation",
+            compare_auto(0.98, ("tetris",), auto) if tetris else [],
+        ),
+        _verdict(
+            "automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on",
+            compare_auto(
+                1.15,
+                ("standalone", "adaptive"),
+                [
+                    c
+                    for c in auto
+                    if (c.load.concurrency or 0) >= 16
+                    and arms[c.arm].get("draft") not in ("perfect", "useless")
+                ],
+            ),
+        ),
         _verdict(
             "verification success rate above STANDALONE's at equal k, where requests share a capacity",
             [

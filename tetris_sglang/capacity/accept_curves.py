@@ -55,7 +55,7 @@ class AcceptCurves:
     _FIRST_GUESS = 0.6
     _MEMORY_REQUESTS = 64.0
     """Requests' steps after which a measurement has lost most of its weight."""
-    _MEMORY_TOKENS = 64.0
+    _MEMORY_TOKENS = 256.0
     """Expected tokens after which what was accepted has lost half of its weight."""
     _TRUST_TOKENS = 4.0
     """Of what is expected, taken to be accepted before anything was."""
@@ -72,17 +72,15 @@ class AcceptCurves:
             ]
         )
 
-    def observe(self, curves: np.ndarray, batch_size: int, capacity_tokens: int) -> None:
+    def observe(self, curves: np.ndarray, batch_size: int, capacity_tokens: int) -> float:
         """Take in one step's curves.
 
         Args:
             curves: [depth, num_shares], from `measure_curves`, depth that of the step.
             capacity_tokens: drafts verified in it.
+        Returns:
+            The drafts that should be accepted of them, for `confirm`.
         """
-        expected = batch_size * float(np.interp(capacity_tokens / batch_size, self.shares, curves[-1]))
-        fading = 0.5 ** (expected / self._MEMORY_TOKENS)
-        self._expected = fading * self._expected + expected
-        self._confirmed *= fading
         depth = len(curves)
         # A plain average at first.
         self._num_seen = min(self._num_seen + batch_size, self._MEMORY_REQUESTS + batch_size)
@@ -92,10 +90,13 @@ class AcceptCurves:
         # What deeper drafts would add was not seen; what they rest on was.
         self._curves[depth + 1 :] += self._curves[depth] - old
         np.maximum.accumulate(self._curves, axis=0, out=self._curves)
+        return batch_size * float(np.interp(capacity_tokens / batch_size, self.shares, curves[-1]))
 
-    def confirm(self, accepted: int) -> None:
-        """So many drafts were accepted in a step; steps may be a few behind those observed."""
-        self._confirmed += accepted
+    def confirm(self, expected: float, accepted: int) -> None:
+        """Of one step: what `observe` returned, and what came true. Results may be a few steps late."""
+        fading = 0.5 ** (expected / self._MEMORY_TOKENS)
+        self._expected = fading * self._expected + expected
+        self._confirmed = fading * self._confirmed + accepted
 
     @property
     def confidence(self) -> float:

@@ -32,6 +32,9 @@ _CONTEXT_TOKENS = 64
 _LONG_CONTEXT_TOKENS = 512
 _BUDGET_S = 10.0
 """After that, larger sizes are left to extrapolation and to real steps."""
+_ROWS_TO_CHECK = 16
+_FASTER = 0.85
+"""Cached times are taken anew where a pass of so many rows takes less than this share of them."""
 _DRAFT_DEPTH = 3
 """Passes timed together, to tell the first from the others."""
 
@@ -45,11 +48,15 @@ def load_or_time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows
     """
     path = _cache_path(target_worker, draft, num_draft_tokens)
     try:
-        return PassTimes.from_json(json.loads(path.read_text()))
+        cached = PassTimes.from_json(json.loads(path.read_text()))
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("TETRIS: %s cannot be read (%s); timing again", path, error)
+    else:
+        if not _is_faster_now(cached, target_worker, draft, num_draft_tokens):
+            return cached
+        logger.info("TETRIS: this device is faster than when %s was written; timing again", path)
     times = time_passes(target_worker, draft, num_draft_tokens=num_draft_tokens, max_rows=max_rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another server may write the same file at the same time.
@@ -57,6 +64,18 @@ def load_or_time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows
     temporary.write_text(json.dumps(times.to_json()))
     temporary.replace(path)
     return times
+
+
+def _is_faster_now(cached: PassTimes, target_worker, draft, num_draft_tokens: int) -> bool:
+    """Whether the cached times were taken beside other work. Slower ones stay: real steps show when a device is busy."""
+    rows = max(size for size in cached.target_s if size <= _ROWS_TO_CHECK)
+    runner = target_worker.model_runner
+    requests = min(runner.req_to_token_pool.size, -(-rows // 2))
+    context = min(_CONTEXT_TOKENS, runner.model_config.context_len // 4)
+    run = _target_pass(target_worker, draft, requests, rows, num_draft_tokens, context)
+    run()
+    fastest = min(_time(run, runner.device) for _ in range(_ROUNDS))
+    return fastest < _FASTER * cached.target_s[rows]
 
 
 def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int) -> PassTimes:
@@ -138,17 +157,19 @@ def _target_pass(
     drafts[: (rows - requests) % requests] += 1
     width = max(num_draft_tokens, int(drafts.max()) + 1)
     grid = Grid(torch.zeros((requests, width), dtype=torch.int64, device=device), max_depth=1)
+    tier = graph_tier(target_worker, requests, rows)
     packed = pack_rows_reference(
         drafts,
         grid.tokens,
         batch.seq_lens,
         runner.req_to_token_pool.req_to_token,
         batch.req_pool_indices,
-        graph_tier(target_worker, requests, rows) or rows,
+        tier or rows,
     )
+    most_drafts = int(drafts.max()) if tier is None else None
 
     def run() -> None:
-        forward_target(batch, target_worker, packed, grid, hidden_mode)
+        forward_target(batch, target_worker, packed, grid, hidden_mode, most_drafts)
 
     return run
 

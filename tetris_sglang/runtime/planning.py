@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,22 @@ from tetris_sglang.drafting import Proposal
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.step_clock import StepClock
 from tetris_sglang.selection import survival_from_probs
+
+_MOST_STEPS_IN_FLIGHT = 8
+"""Overlap scheduling has two; should SGLang drop a result, older steps are forgotten."""
+
+
+@dataclass
+class _DraftedStep:
+    """A speculative step whose curves or whose result the host does not have yet."""
+
+    curves: Tensor
+    """On the host, once the event has passed."""
+    event: torch.cuda.Event | None
+    batch_size: int
+    capacity_tokens: int
+    expected: float | None = None
+    """Drafts that should be accepted; None until the curves were read."""
 
 
 class StepPlanner:
@@ -37,7 +54,9 @@ class StepPlanner:
         self._auto = policy if isinstance(policy, AutoCapacity) else None
         if self._auto is not None:
             self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)
-        self._curves: deque[tuple[Tensor, torch.cuda.Event | None, int, int]] = deque()
+        self._unread: deque[_DraftedStep] = deque()
+        # SGLang's results come in the order of the steps, plain ones (None) included.
+        self._unconfirmed: deque[_DraftedStep | None] = deque(maxlen=_MOST_STEPS_IN_FLIGHT)
 
     def plan(self, batch, num_speculating: int) -> StepPlan:
         """Plan a decoding step of `batch`, a ScheduleBatch.
@@ -56,6 +75,8 @@ class StepPlanner:
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
         self._clock.describe(StepShape(batch_size, plan.depth, rows, context_tokens))
+        if plan.depth == 0:
+            self._unconfirmed.append(None)
         return plan
 
     def _limit(self, plan: StepPlan, num_speculating: int) -> StepPlan:
@@ -77,12 +98,18 @@ class StepPlanner:
             curves = curves.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._curves.append((curves, event, len(survival), capacity_tokens))
+        step = _DraftedStep(curves, event, len(survival), capacity_tokens)
+        self._unread.append(step)
+        self._unconfirmed.append(step)
 
     def after_result(self, accepted: int) -> None:
-        """Drafts that a step had accepted have become known to the host."""
-        if self._auto is not None:
-            self._auto.curves.confirm(accepted)
+        """Drafts that the oldest step without a result had accepted have become known to the host."""
+        if self._auto is None or not self._unconfirmed:
+            return
+        step = self._unconfirmed.popleft()
+        self._read_curves()
+        if step is not None and step.expected is not None:
+            self._auto.curves.confirm(step.expected, accepted)
 
     def after_prefill(self) -> None:
         self._clock.interrupt()
@@ -100,9 +127,11 @@ class StepPlanner:
         }
 
     def _read_curves(self) -> None:
-        while self._curves:
-            curves, event, batch_size, capacity_tokens = self._curves[0]
-            if event is not None and not event.query():
+        while self._unread:
+            step = self._unread[0]
+            if step.event is not None and not step.event.query():
                 return
-            self._curves.popleft()
-            self._auto.curves.observe(curves.numpy(), batch_size, capacity_tokens)
+            self._unread.popleft()
+            step.expected = self._auto.curves.observe(
+                step.curves.numpy(), step.batch_size, step.capacity_tokens
+            )

@@ -1,0 +1,264 @@
+#!/usr/bin/env python
+"""Render the tables of figures in README.md and docs/ from benchmarks/results/*.json.
+
+    python scripts/render_results.py             # rewrites what is between the marks
+    python scripts/render_results.py --check     # exits with 1 and says what differs
+
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`; `BLOCKS` has a function for every name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tetris_sglang.bench.arms import REFERENCE
+from tetris_sglang.bench.report import Cell, build_cells, judge, read_arm
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/capacity.md", "docs/paper.md")
+_BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+class Comparison:
+    """One JSON of `tetris-sglang bench`."""
+
+    def __init__(self, name: str) -> None:
+        self.results = json.loads((RESULTS / name).read_text())
+        self.cells = build_cells(self.results["samples"])
+        self.arms = {name: read_arm(described) for name, described in self.results["arms"].items()}
+        self.loads = list(dict.fromkeys(cell.load for cell in self.cells))
+
+    def find(self, load, **wanted) -> list[Cell]:
+        """Cells at a load whose arms have these attributes."""
+        return [
+            cell
+            for cell in self.cells
+            if cell.load == load
+            and all(getattr(self.arms[cell.arm], name) == value for name, value in wanted.items())
+        ]
+
+    def best(self, load, **wanted) -> Cell | None:
+        return max(self.find(load, **wanted), key=lambda cell: cell.throughput.median, default=None)
+
+    def setting(self, cell: Cell) -> str:
+        arm = self.arms[cell.arm]
+        if arm.capacity_tokens:
+            return f"C = {arm.capacity_tokens} of {arm.num_steps} per request"
+        return f"k = {arm.k}" + (f" of {arm.k + arm.extra}" if arm.extra else "")
+
+    def summary(self) -> str:
+        """Of the best of each kind, by load."""
+        kinds = {
+            "TETRIS, automatic (the default)": {"family": "auto"},
+            "SGLang's own, best k": {"family": "standalone"},
+            "TETRIS, best fixed capacity": {"family": "tetris"},
+        }
+        rows = [["no speculation", *("1" for _ in self.loads)]]
+        for title, wanted in kinds.items():
+            found = [self.best(load, **wanted) for load in self.loads]
+            if any(found):
+                rows.append([title, *(self._describe(cell) for cell in found)])
+        return table(["Output tokens/s", *map(str, self.loads)], rows)
+
+    def _describe(self, cell: Cell | None) -> str:
+        if cell is None:
+            return ""
+        text = f"{cell.throughput}{', loses' if cell.throughput.loses else ''}"
+        if self.arms[cell.arm].family == "auto":
+            return (
+                f"{text}; {cell.verified_per_step - 1:.1f} verified, {cell.success_rate:.2f} accepted"
+                if cell.success_rate
+                else text
+            )
+        return f"{text}; {self.setting(cell)}"
+
+    def verdicts(self) -> str:
+        """What is expected, and where it fails."""
+        lines = [
+            f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})\n"
+            for v in judge(self.cells, self.results["arms"])
+        ]
+        return "".join(lines)
+
+
+def capacity(name: str) -> Callable[[], str]:
+    def render() -> str:
+        comparison = Comparison(name)
+        return comparison.summary() + "\n" + comparison.verdicts()
+
+    return render
+
+
+def fixed() -> str:
+    """Throughput and success rate of fixed settings, over the load."""
+    comparison = Comparison("serving.json")
+    loads = comparison.loads
+    chosen = [
+        ("STANDALONE, k = 3", {"family": "standalone", "k": 3}),
+        *(
+            (f"TETRIS, k = 3 of {3 + extra} drafted", {"family": "tetris", "k": 3, "extra": extra})
+            for extra in (1, 2, 3)
+        ),
+    ]
+    rows = [["no speculation", *("1" for _ in loads)]]
+    for title, wanted in chosen:
+        cells = [comparison.best(load, **wanted) for load in loads]
+        rows.append([title, *(f"{c.throughput}{', loses' if c.throughput.loses else ''}" for c in cells)])
+    for title, family in (
+        ("STANDALONE, the best of all k", "standalone"),
+        ("TETRIS, the best of all settings", "tetris"),
+    ):
+        cells = [comparison.best(load, family=family) for load in loads]
+        rows.append([title, *(f"{c.throughput.median:.2f}; {comparison.setting(c)}" for c in cells)])
+    success = [
+        [title, *(f"{comparison.best(load, **wanted).success_rate:.3f}" for load in loads)]
+        for title, wanted in chosen
+    ]
+    header = [*map(str, loads)]
+    return (
+        table(["Output tokens/s", *header], rows)
+        + "\n"
+        + table(["Accepted / verified drafts", *header], success)
+        + "\n"
+        + comparison.verdicts()
+    )
+
+
+def drafts(name: str) -> Callable[[], str]:
+    """SGLang's own speculation and TETRIS with the same draft, per load."""
+
+    def render() -> str:
+        comparison = Comparison(name)
+        blocks = []
+        for load in comparison.loads:
+            rows = [
+                [
+                    cell.arm,
+                    f"{cell.throughput}{', loses' if cell.throughput.loses else ''}",
+                    f"{cell.success_rate:.3f}",
+                    f"{cell.accept_length:.2f}",
+                    f"{cell.identical[0]}/{cell.identical[1]}",
+                ]
+                for cell in comparison.find(load)
+                if cell.arm != REFERENCE
+            ]
+            header = [f"At {load}", "output tokens/s", "accepted / verified", "accept length", "same text"]
+            blocks.append(table(header, rows))
+        return "\n".join(blocks)
+
+    return render
+
+
+def paper_gain() -> str:
+    """Throughput against STANDALONE at equal k, by k and extra drafts."""
+    comparison = Comparison("serving.json")
+    blocks = []
+    for load in comparison.loads:
+        rows = []
+        for k in sorted({arm.k for arm in comparison.arms.values() if arm.family == "standalone"}):
+            base = comparison.best(load, family="standalone", k=k)
+            gains = []
+            for extra in (1, 2, 3):
+                cell = comparison.best(load, family="tetris", k=k, extra=extra)
+                gains.append(f"{cell.throughput.median / base.throughput.median - 1:+.1%}" if cell else "")
+            rows.append([str(k), *gains])
+        blocks.append(table([f"k, at {load}", "1 extra draft", "2", "3"], rows))
+    return "\n".join(blocks)
+
+
+def paper_success() -> str:
+    """Success rates by k and extra drafts, at the largest load."""
+    comparison = Comparison("serving.json")
+    load = comparison.loads[-1]
+    rows = []
+    for k in sorted({arm.k for arm in comparison.arms.values() if arm.family == "standalone"}):
+        base = comparison.best(load, family="standalone", k=k)
+        rates = [comparison.best(load, family="tetris", k=k, extra=extra) for extra in (1, 2, 3)]
+        points = [
+            f"{c.success_rate:.3f} ({100 * (c.success_rate - base.success_rate):+.1f} points)"
+            for c in rates
+            if c
+        ]
+        rows.append([str(k), f"{base.success_rate:.3f}", *points])
+    return table([f"k, at {load}", "STANDALONE", "1 extra draft", "2", "3"], rows)
+
+
+def paper_batch() -> str:
+    """The best TETRIS setting against the best baseline, by load."""
+    comparison = Comparison("serving.json")
+    rows = []
+    for load in comparison.loads:
+        ours, theirs = (comparison.best(load, family=family) for family in ("tetris", "standalone"))
+        gain = ours.throughput.median / max(theirs.throughput.median, 1.0) - 1
+        rows.append(
+            [
+                str(load),
+                f"{theirs.throughput.median:.2f} ({comparison.setting(theirs)})",
+                f"{ours.throughput.median:.2f} ({comparison.setting(ours)})",
+                f"{gain:+.1%}",
+            ]
+        )
+    return table(["", "best STANDALONE", "best TETRIS", "TETRIS over the best other"], rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "capacity": capacity("capacity.json"),
+    "capacity-perfect": capacity("capacity_perfect.json"),
+    "capacity-useless": capacity("capacity_useless.json"),
+    "fixed": fixed,
+    "drafts": drafts("drafts.json"),
+    "heads": drafts("heads.json"),
+    "paper-gain": paper_gain,
+    "paper-success": paper_success,
+    "paper-batch": paper_batch,
+}
+
+
+def render(text: str) -> str:
+    """The page with every block as the JSONs have it.
+
+    Raises:
+        KeyError: a block that nothing renders.
+    """
+    return _BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found['name']]()}{found[3]}", text)
+
+
+def main(
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit with 1 where a page differs.")
+    ] = False,
+) -> None:
+    """Rewrite the tables of figures from the JSONs."""
+    stale = []
+    for name in PAGES:
+        path = ROOT / name
+        text = path.read_text()
+        rendered = render(text)
+        if rendered != text:
+            stale.append(name)
+            if not check:
+                path.write_text(rendered)
+    print(
+        "\n".join(f"{name}: {'differs from the JSONs' if check else 'rewritten'}" for name in stale)
+        or "up to date"
+    )
+    raise typer.Exit(int(check and bool(stale)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
