@@ -227,7 +227,8 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
                     f"{t.success_rate:.3f} against {s.success_rate:.3f}",
                 )
                 for t, s in at_equal_k
-                if t.load.concurrency != 1
+                # Where nothing was verified there is no rate.
+                if t.load.concurrency != 1 and None not in (t.success_rate, s.success_rate)
             ],
         ),
         _verdict("throughput at least STANDALONE's at equal k", _compare_throughput(at_equal_k)),
