@@ -1,4 +1,4 @@
-"""`tetris-sglang`: check, explain, replay, demo, bench. Commands import what they need when they run, so `--help` is quick."""
+"""`tetris-sglang`: check, explain, replay, demo, bench, simulate. Commands import what they need when they run."""
 
 from __future__ import annotations
 
@@ -122,6 +122,103 @@ def demo(
 
 
 app.command()(bench)
+
+
+@app.command()
+def simulate(
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Recorded drafts; several files, separated by commas, are as many classes."),
+    ] = None,
+    classes: Annotated[
+        Path | None, typer.Option(help="Request classes instead, JSON: docs/simulate.md.")
+    ] = None,
+    pass_times: Annotated[
+        Path | None, typer.Option(help="What a server timed: $SGLANG_TETRIS_CACHE/pass_times/*.json.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Instead: a roofline of a100, h100, h200 or l40s. Modelled, not measured."),
+    ] = None,
+    model_b: Annotated[float | None, typer.Option(help="Target's parameters, 1e9.", show_default="8")] = None,
+    draft_b: Annotated[
+        float | None, typer.Option(help="Draft's parameters, 1e9.", show_default="0.5")
+    ] = None,
+    kv_kib_per_token: Annotated[
+        float | None, typer.Option(help="Of the target's KV cache.", show_default="128")
+    ] = None,
+    host_ms: Annotated[
+        float | None, typer.Option(help="Host time per step.", show_default="5% of the target's pass")
+    ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(help="closed, poisson, gamma, or a file of seconds.", show_default="closed"),
+    ] = None,
+    users: Annotated[
+        str | None, typer.Option(help="Of a closed loop, over the whole fleet.", show_default="1,4,16,64,256")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="Requests per second, over the whole fleet.", show_default="1,2,4,8")
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(help="Of gamma arrivals: the gaps' deviation over their mean.", show_default="2"),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Simulated per setting.", show_default="2000, and 4 per user")
+    ] = None,
+    prompt_len: Annotated[
+        str | None, typer.Option(help="Tokens: N, LOW-HIGH or exp:MEAN.", show_default="exp:256")
+    ] = None,
+    output_len: Annotated[str | None, typer.Option(help="Likewise.", show_default="exp:256")] = None,
+    max_running: Annotated[
+        int | None, typer.Option(help="Requests in one replica's batch.", show_default="256")
+    ] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Of a prefill batch.", show_default="8192")] = None,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="A replica's KV cache.", show_default="what the device holds; unlimited with --pass-times"
+        ),
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Servers behind a router.", show_default="1")] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(help="round_robin, shortest_queue or power_of_two.", show_default="power_of_two"),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help="Of none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto.",
+            show_default="none,sd3,tetris3+1,auto",
+        ),
+    ] = None,
+    capacities: Annotated[
+        str | None, typer.Option(help="What capacity is worth: C / batch, with the deepest drafts.")
+    ] = None,
+    slo_e2e_ms: Annotated[
+        float | None, typer.Option(help="What a fleet saves: replicas for this 99th percentile.")
+    ] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Likewise, per token after the first.")] = None,
+    most_replicas: Annotated[int | None, typer.Option(help="Of that search.", show_default="64")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Settings simulated at once.", show_default="all cores")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything drawn.", show_default="0")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Also write JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw gain and tail latency by load.")] = None,
+) -> None:
+    """Simulate serving from recorded drafts and timed passes: where speculation pays, and what a fleet saves.
+
+    For example: tetris-sglang simulate --trace drafts.trace.gz --device h100 --users 1,16,256,4096 --max-running 4096
+    """
+    options = dict(locals())
+    try:
+        from tetris_sglang.simulate.command import simulate
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"{error}: install tetris-sglang[simulate]") from error
+
+    _call(simulate, **options)
 
 
 def _call(command, **options) -> None:

@@ -48,7 +48,7 @@ def test_help_imports_neither_torch_nor_sglang(arguments):
 
 def test_every_command_is_listed(run):
     output = run("--help").output
-    for command in ("check", "explain", "replay", "demo", "bench"):
+    for command in ("check", "explain", "replay", "demo", "bench", "simulate"):
         assert command in output
 
 

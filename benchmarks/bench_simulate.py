@@ -1,0 +1,129 @@
+"""How many steps a second `tetris-sglang simulate` simulates, beside the plain engine that it must equal.
+
+    python benchmarks/bench_simulate.py
+
+Closed loops with as many users as may run, so that nearly every batch is full; prompts of 16 tokens, 1000 to 3000 written.
+Counted are decoding steps before the last request has arrived, in all of the time: prefill batches and emptying come free. Wall clock, the median of some rounds: one engine on one core, then one per core in threads (several
+settings, or replicas behind a router that keeps no queues in mind, run like that).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from bench_selection import ROOT, describe_run, name_commit
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from replay_to_trace import main as write_trace
+
+from tetris_sglang.simulate.costs import make_costs, model_passes
+from tetris_sglang.simulate.engine import Setup, simulate_fleet
+from tetris_sglang.simulate.policies import make_plans
+from tetris_sglang.simulate.reference import simulate_fleet_reference
+from tetris_sglang.simulate.traces import read_rows
+from tetris_sglang.simulate.workload import Lengths, RequestClass, draw_requests, join_rows
+
+RESULT = ROOT / "benchmarks/results/simulate_speed.json"
+BATCHES = (1, 16, 256, 1024, 4096)
+POLICIES = ("none", "sd3", "tetris3+1", "auto")
+REFERENCE_UP_TO = 256
+"""The plain engine takes too long beyond."""
+MILLION = 1e6
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
+    rounds: Annotated[int, typer.Option(min=1, help="timing rounds per cell")] = 3,
+    round_s: Annotated[float, typer.Option(help="about so many seconds per round")] = 1.0,
+) -> None:
+    """Steps simulated per second at batch 1 to 4096."""
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    with tempfile.TemporaryDirectory() as folder:
+        write_trace(Path(folder) / "pair.trace", "standalone")
+        rows = read_rows(Path(folder) / "pair.trace")
+    cells = [(batch, policy) for batch in BATCHES for policy in POLICIES]
+    results = [
+        measure(rows, batch, policy, rounds, round_s)
+        for batch, policy in track(cells, description="simulating", console=console)
+    ]
+    cores = os.cpu_count()
+    table = Table(
+        *(
+            "batch",
+            "policy",
+            "steps/s, 1 core",
+            f"{cores} cores",
+            f"a million steps, {cores} cores",
+            "plain engine",
+        ),
+        box=box.SIMPLE_HEAD,
+    )
+    for result in results:
+        plain = result["reference_steps_per_s"]
+        table.add_row(
+            str(result["batch"]),
+            result["policy"],
+            f"{result['steps_per_s']:,.0f}",
+            f"{result['all_cores_steps_per_s']:,.0f}",
+            f"{MILLION / result['all_cores_steps_per_s']:.1f} s",
+            f"{plain:,.0f}" if plain else "",
+        )
+    console.print(table)
+    provenance = describe_run("cpu", 0) | {
+        "clock": "wall clock",
+        "cores": cores,
+        "commit": name_commit(["tetris_sglang/simulate", "benchmarks/bench_simulate.py"]),
+    }
+    out.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
+    console.print(f"written: {out.name}")
+
+
+def measure(rows, batch: int, policy: str, rounds: int, round_s: float) -> dict:
+    one = RequestClass("pair", rows, Lengths.parse(16, ""), Lengths.parse("1000-3000", ""))
+    passes = model_passes("h100", model_b=8, draft_b=0.5, kv_kib_per_token=128)
+    costs = make_costs(passes, max_running=batch, depth=rows.depth, chunk_tokens=8192)
+    plans = make_plans(policy, costs, [one], max_running=batch)
+    setup, table = Setup(1, 0, batch, 8192, 10**12, batch, 0), join_rows([one])
+
+    def steps_per_s(engine: Callable, num_requests: int, threads: int = 1) -> tuple[float, float]:
+        requests = draw_requests([one], num_requests, seed=0)
+        started_at = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            runs = list(pool.map(lambda _: engine(requests, table, costs, plans, setup), range(threads)))
+        elapsed_s = time.perf_counter() - started_at
+        return sum(counts.decode_steps for counts, _ in runs) / elapsed_s, elapsed_s
+
+    def calm(engine: Callable, num_requests: int, threads: int = 1) -> float:
+        return statistics.median(steps_per_s(engine, num_requests, threads)[0] for _ in range(rounds))
+
+    few = 3 * batch
+    _, elapsed_s = min((steps_per_s(simulate_fleet, few) for _ in range(3)), key=lambda run: run[1])
+    many = int(few * max(1.0, round_s / elapsed_s))
+    return {
+        "batch": batch,
+        "policy": policy,
+        "steps_per_s": calm(simulate_fleet, many),
+        "all_cores_steps_per_s": calm(simulate_fleet, many, os.cpu_count()),
+        "reference_steps_per_s": steps_per_s(simulate_fleet_reference, batch + 1)[0]
+        if batch <= REFERENCE_UP_TO
+        else None,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
