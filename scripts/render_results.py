@@ -23,9 +23,10 @@ sys.path.insert(0, str(ROOT))
 
 from tetris_sglang.bench.arms import REFERENCE
 from tetris_sglang.bench.report import Cell, build_cells, judge, read_arm
+from tetris_sglang.replay import GOAL, RULES
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/capacity.md", "docs/paper.md")
+PAGES = ("README.md", "docs/capacity.md", "docs/paper.md", "docs/replay.md")
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -216,6 +217,56 @@ def paper_batch() -> str:
     return table(["", "best STANDALONE", "best TETRIS", "TETRIS over the best other"], rows)
 
 
+TETRIS = "tetris calibrated"
+
+
+def read_replay() -> dict:
+    return json.loads((RESULTS / "replay.json").read_text())
+
+
+def replay_shares(batch_size: int | None) -> Callable[[], str]:
+    """TETRIS's share of the oracle's success rate, by trace and capacity."""
+
+    def render() -> str:
+        rows, capacities = [], []
+        for result in read_replay()["results"]:
+            if result["batch_size"] != batch_size:
+                continue
+            found = [f for f in result["figures"] if f["rule"] == TETRIS]
+            capacities = [f"k = {f['capacity_per_request']:g}" for f in found]
+            shares = [f["oracle_share"] for f in found]
+            rows.append(
+                [
+                    result["name"],
+                    *(f"**{share:.1%}**" if share >= GOAL else f"{share:.1%}" for share in shares),
+                ]
+            )
+        return table(["Share of the oracle's success rate", *capacities], rows)
+
+    return render
+
+
+def replay_rules(capacity: float) -> Callable[[], str]:
+    """Success rate of every rule at one capacity, by trace, with what TETRIS's survivals promise."""
+
+    def render() -> str:
+        report, rows = read_replay(), []
+        hindsight = {
+            f["name"]: f["success_rate"] for f in report["hindsight"] if f["capacity_per_request"] == capacity
+        }
+        for result in report["results"]:
+            if result["batch_size"] is not None:
+                continue
+            found = {f["rule"]: f for f in result["figures"] if f["capacity_per_request"] == capacity}
+            name = result["name"]
+            rates = [f"{found[rule]['success_rate']:.3f}" for rule in RULES]
+            in_hindsight = f"{hindsight[name]:.3f}" if name in hindsight else ""
+            rows.append([name, *rates, f"{found[TETRIS]['promised']:.3f}", in_hindsight])
+        return table([f"k = {capacity:g}", *RULES, "promised", "in hindsight"], rows)
+
+    return render
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "capacity": capacity("capacity.json"),
     "capacity-perfect": capacity("capacity_perfect.json"),
@@ -226,6 +277,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "paper-gain": paper_gain,
     "paper-success": paper_success,
     "paper-batch": paper_batch,
+    "replay": replay_shares(None),
+    "replay-64": replay_shares(64),
+    "replay-rules": replay_rules(2.0),
 }
 
 

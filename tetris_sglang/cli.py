@@ -1,4 +1,4 @@
-"""`tetris-sglang`: check, explain, demo, bench, simulate. Commands import what they need when they run, so `--help` is quick."""
+"""`tetris-sglang`: check, explain, replay, demo, bench, simulate. Commands import what they need when they run."""
 
 from __future__ import annotations
 
@@ -56,6 +56,48 @@ def explain(
         _call(explain_trees, capacity_tokens=capacity_tokens, seed=seed)
         return
     _call(explain, batch_size=batch_size, max_draft=max_draft, capacity_tokens=capacity_tokens, seed=seed)
+
+
+@app.command()
+def replay(
+    files: Annotated[
+        list[Path],
+        typer.Argument(exists=True, dir_okay=False, help="Written by --speculative-tetris-record; .gz too."),
+    ],
+    capacity_per_request: Annotated[
+        str | None,
+        typer.Option(
+            help="Drafts verified per step, averaged over the requests; several.", show_default="0.5,1,2,3,4"
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Shuffle the rows into batches of so many.", show_default="the recorded batches"),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Draws of the random rule, and shuffles.", show_default="1")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of those.", show_default="0")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a figure; needs matplotlib.")] = None,
+) -> None:
+    """Compare selection rules on recorded steps at equal capacity: uniform, random, TETRIS, and the oracle.
+
+    Record with everything verified (--speculative-tetris-capacity-per-request as large as what a request drafts): what
+    the target would have said about a draft that was not verified is not known, and steps with such drafts are left out.
+    """
+    from tetris_sglang.replay import replay
+
+    _call(
+        replay,
+        files=files,
+        capacities=capacity_per_request,
+        batch_size=batch_size,
+        repeats=repeats,
+        seed=seed,
+        as_json=as_json,
+        plot=plot,
+    )
 
 
 @app.command()

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 ENV_PREFIX = "SGLANG_TETRIS_"
@@ -80,6 +81,16 @@ def _parse_verify_plan(text: str) -> str:
     if text not in VERIFY_PLANS:
         raise ValueError(f"must be one of {', '.join(VERIFY_PLANS)}")
     return text
+
+
+def _parse_record(text: str) -> Path:
+    path = Path(text)
+    if path.suffix == ".gz":
+        raise ValueError("must not end in .gz: what is recorded stays readable if the server is killed")
+    writable = path.is_file() if path.exists() else path.parent.is_dir()
+    if not (writable and os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise ValueError("must name a file that can be written, in a folder that exists")
+    return path
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,13 @@ SETTINGS: tuple[Setting, ...] = (
         "TETRIS: measure the milliseconds of each phase of a step (draft, select, verify, sample, host) and report "
         "them in /server_info. Default: off.",
     ),
+    Setting(
+        "record",
+        _parse_record,
+        "FILE",
+        "TETRIS: write what every step drafts, verifies and accepts to FILE, for tetris-sglang replay, which wants everything "
+        "verified (a capacity as large as what a request drafts). A file of that name is replaced. Default: off.",
+    ),
 )
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
 _BY_ARGUMENT = {setting.argument: setting for setting in SETTINGS}
@@ -186,6 +204,7 @@ class TetrisConfig:
     phase_times: bool = False
     verify_plan: str = "device"
     draft: str = "auto"
+    record: Path | None = None
 
     @classmethod
     def from_environment(cls, num_steps: int, environment: Mapping[str, str] = os.environ) -> TetrisConfig:

@@ -78,7 +78,7 @@ def open_for_writing(path: Path, num_nodes: int, **described: Any) -> IO[bytes]:
     Args:
         described: JSON values that say what is recorded.
     """
-    file = gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")
+    file = _open(path, "wb")
     header = {"format": FORMAT, "version": VERSION, "num_nodes": num_nodes, **described}
     file.write(json.dumps(header).encode() + b"\n")
     return file
@@ -90,16 +90,16 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ValueError: it is none, or of another version.
     """
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        header_line, data = file.readline(), file.read()
     try:
+        with _open(path, "rb") as file:
+            header_line, data = file.readline(), file.read()
         header = json.loads(header_line)
         known = header["format"] == FORMAT and header["version"] == VERSION
-    except (ValueError, KeyError, TypeError):
+        kind = row_type(header["num_nodes"])
+    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile):
         known = False
     if not known:
         raise ValueError(f"{path} is no trace of version {VERSION} (--speculative-tetris-record writes them)")
-    kind = row_type(header["num_nodes"])
     rows = np.frombuffer(data, kind, count=len(data) // kind.itemsize)
     bits = np.unpackbits(rows["accepted"], axis=1, count=header["num_nodes"], bitorder="little")
     return Trace(
@@ -109,3 +109,7 @@ def read_trace(path: Path) -> Trace:
         rows["node_depths"].astype(np.int64),
         bits.astype(bool),
     )
+
+
+def _open(path: Path, mode: str) -> IO[bytes]:
+    return gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)

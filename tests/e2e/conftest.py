@@ -89,6 +89,8 @@ SWITCHING = ("perfect_switching", "switching", "eagle3", "mtp")
 SHARED = ("plain", "overlap")
 ROOMY = ("overlap", "synchronous", "switching", "tree")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
+TETRIS_SERVERS = ("overlap", "synchronous", "switching", "tree", "ngram", "eagle", "eagle3", "mtp")
+"""Those of the fixture `tetris`; they record what they do."""
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
 LEAST_SUCCESS = {
     "overlap": 0.5, "synchronous": 0.5, "switching": 0.4, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
@@ -116,9 +118,15 @@ class Servers:
         if name in self._processes and name not in SHARED:
             self._processes.pop(name).stop()
 
+    def trace_path(self, name: str) -> Path:
+        """What a server of TETRIS_SERVERS records."""
+        return self._log_folder / f"{name}.trace"
+
     def _make(self, name: str) -> ServerProcess:
         made = {MTP_CHECKPOINT: lambda: self._mtp_checkpoint, TOKEN_MAP: lambda: self._token_map}
         arguments = [str(made[argument]()) if argument in made else argument for argument in ARGUMENTS[name]]
+        if name in TETRIS_SERVERS:
+            arguments += ["--speculative-tetris-record", str(self.trace_path(name))]
         environment = {"SGLANG_TETRIS_CACHE": str(self._log_folder)}
         if name in SWITCHING:
             environment |= write_plugin(self._log_folder / "plugins", "switching_plans", SWITCHING_PLANS)
@@ -165,9 +173,7 @@ def plain(servers) -> Client:
     return servers.get("plain")[0]
 
 
-@pytest.fixture(
-    scope="session", params=["overlap", "synchronous", "switching", "tree", "ngram", "eagle", "eagle3", "mtp"]
-)
+@pytest.fixture(scope="session", params=TETRIS_SERVERS)
 def tetris(servers, request):
     """The ordinary TETRIS server, with and without overlap scheduling, and one for every kind of draft."""
     yield servers.get(request.param)[0]

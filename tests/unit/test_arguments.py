@@ -462,6 +462,12 @@ def test_resolution_ends_with_our_message(plugins, make_args, spelling, argument
         resolve(make_args(speculative_algorithm=spelling, **arguments))
 
 
+def test_several_schedulers_do_not_record_to_one_file(make_args, environment, tmp_path):
+    environment["SGLANG_TETRIS_RECORD"] = str(tmp_path / "run.trace")
+    validate_server_args(make_args())
+    assert_refused(make_args(dp_size=2), "--speculative-tetris-record", "--dp-size 1")
+
+
 def test_the_deprecated_dp_attention_flag_is_refused(plugins, make_args):
     with pytest.raises(ValueError, match="--attn-dp-size / --enable-dp-attention 2"):
         resolve(make_args(dp_size=2, tp_size=2, enable_dp_attention=True))

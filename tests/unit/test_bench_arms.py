@@ -135,7 +135,7 @@ def test_bad_options_are_named(options, message):
 
 def test_prompts_are_several_waves_or_some_seconds_of_arrivals():
     settings = make_settings()
-    assert [load.num_prompts(settings.min_prompts) for load in settings.loads] == [4, 32]
+    assert [load.num_prompts(settings.min_prompts) for load in settings.loads] == [4, 64]
     poisson = make_settings(arrivals="poisson", request_rate="0.2,2.5")
     assert [load.num_prompts(poisson.min_prompts) for load in poisson.loads] == [4, 25]
 
@@ -215,7 +215,7 @@ def test_prompts_that_run_out_begin_again_a_word_later():
     assert extend_prompts(texts, 2) == texts
 
 
-def test_the_dataset_is_one_that_sglang_bench_serving_reads(tmp_path):
+def test_the_dataset_is_one_that_sglang_bench_serving_reads(plugins, tmp_path):
     from sglang.benchmark.datasets.custom import sample_custom_requests
 
     class Tokenizer:
@@ -274,7 +274,7 @@ def test_poisson_arrivals_are_bench_servings_own(tmp_path):
     assert arguments[arguments.index("--request-rate") + 1] == "0.5" and "--max-concurrency" not in arguments
 
 
-def test_bench_serving_knows_every_argument(tmp_path, monkeypatch):
+def test_bench_serving_knows_every_argument(plugins, tmp_path, monkeypatch):
     """Its parser is not to be had without running it: so it runs, with what reads the parsed arguments replaced."""
     from sglang.benchmark import serving
 

@@ -1,11 +1,13 @@
 """How a comparison is run: rounds and their resumption, arms that are not available, models. No server, no clock."""
 
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
 from bench_samples import make_sample, make_settings
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tetris_sglang import pair
@@ -224,7 +226,7 @@ def test_adaptive_that_sglang_only_warns_about_is_no_arm():
     assert servers.find_refusal("INFO ready") is None
 
 
-def test_sglang_still_warns_in_the_words_that_are_looked_for():
+def test_sglang_still_warns_in_the_words_that_are_looked_for(plugins):
     """It serves without what was asked for; were the message another, the arm would be measured as if it had it."""
     import inspect
 
@@ -289,7 +291,7 @@ def test_steps_are_recorded_on_a_server_of_their_own(tmp_path, monkeypatch):
     arm, trace = runner.record_steps(settings.build_arms(), models, settings, PROMPTS, tmp_path)
     assert launched == [("tetris k=2+1", Load(16))] and recorder.started == [1]
     assert arm.name == "tetris k=2+1" and trace.header["num_nodes"] == 3
-    with pytest.raises(ValueError, match="--step-picture"):
+    with pytest.raises(ValueError, match="with an arm of tetris"):
         runner.record_steps(settings.build_arms()[:1], models, settings, PROMPTS, tmp_path)
     monkeypatch.setattr(recorder, "failures", {"tetris k=2+1": ServerFailed("error: unrecognized arguments")})
     with pytest.raises(servers.RunFailed, match="unrecognized arguments"):
@@ -323,6 +325,11 @@ def test_the_reason_of_a_failed_start_is_its_last_error():
     log = "the server ended with code 1.\nINFO a\nRuntimeError: no such backend\nINFO bye"
     assert servers.last_words(log) == "RuntimeError: no such backend"
     assert servers.last_words("no answer after 600 s.\nINFO last") == "INFO last"
+    trace = 'File "/a/b/first.py", line 1, in run\n  x()\nFile "/a/b/backend.py", line 23, in init_graph\n  raise\n'
+    assert servers.last_words(trace + "NotImplementedError\nbye") == (
+        "NotImplementedError in init_graph (backend.py:23)"
+    )
+    assert servers.last_words("NotImplementedError") == "NotImplementedError"
 
 
 def test_per_user_speed_is_the_median_requests_output_over_its_latency():
@@ -344,6 +351,17 @@ def test_the_report_is_made_again_without_measuring(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["bench", "--report-only", "--out", str(out)])
     assert done.exit_code == 0 and "best of STANDALONE" not in done.output and "auto D=6" in done.output
     assert out.with_suffix(".md").exists() and out.with_suffix(".png").exists()
+
+
+def test_figures_are_reported_though_no_steps_could_be_recorded(tmp_path, monkeypatch):
+    settings = make_settings(arms="none", capacity_tokens="none", workload="code")
+    monkeypatch.setattr(models_module, "inflate", lambda small, shape, dtype: small)
+    monkeypatch.setattr(Bench, "run", lambda self, groups: self.file.add(make_sample("none", tokens_per_s=1)))
+    printed = io.StringIO()
+    out = tmp_path / "bench.json"
+    measured = command._compare(settings, PAIR, out, False, True, Console(file=printed, width=200))
+    assert [s["arm"] for s in measured["samples"]] == ["none"] and out.exists()
+    assert "no step picture: there are steps to record with an arm of" in printed.getvalue()
 
 
 def test_options_reach_the_settings(tmp_path, monkeypatch):

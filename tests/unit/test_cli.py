@@ -31,7 +31,7 @@ def problems(findings) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("check", "explain", "demo", "bench"))]
+    "arguments", [["--help"], *([name, "--help"] for name in ("check", "explain", "replay", "demo", "bench"))]
 )
 def test_help_imports_neither_torch_nor_sglang(arguments):
     done = subprocess.run(
@@ -48,7 +48,7 @@ def test_help_imports_neither_torch_nor_sglang(arguments):
 
 def test_every_command_is_listed(run):
     output = run("--help").output
-    for command in ("check", "explain", "demo", "bench", "simulate"):
+    for command in ("check", "explain", "replay", "demo", "bench", "simulate"):
         assert command in output
 
 

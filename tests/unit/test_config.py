@@ -1,6 +1,7 @@
 """Settings: every form in which they are given, and every value that is refused."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from tetris_sglang.config import (
 
 PER_REQUEST, TOKENS = "SGLANG_TETRIS_CAPACITY_PER_REQUEST", "SGLANG_TETRIS_CAPACITY_TOKENS"
 SELECTION, PHASE_TIMES = "SGLANG_TETRIS_SELECTION", "SGLANG_TETRIS_PHASE_TIMES"
+RECORD = "SGLANG_TETRIS_RECORD"
 
 
 def parse(num_steps: int = DEFAULT_NUM_STEPS, **variables: str) -> TetrisConfig:
@@ -39,6 +41,24 @@ def parse(num_steps: int = DEFAULT_NUM_STEPS, **variables: str) -> TetrisConfig:
 def test_good_values(variables, field, expected):
     value = getattr(parse(**variables), field)
     assert value == expected and type(value) is type(expected)
+
+
+def test_a_file_to_record_to(tmp_path):
+    """New, or to be replaced."""
+    path = tmp_path / "run.trace"
+    assert parse(**{RECORD: str(path)}).record == path
+    path.touch()
+    assert parse(**{RECORD: str(path)}).record == path
+    assert parse(**{RECORD: "run.trace"}).record == Path("run.trace")
+    environment = {}
+    export_arguments({"speculative_tetris_record": path}, environment)
+    assert TetrisConfig.from_environment(4, environment).record == path
+
+
+def test_a_file_is_no_folder_to_record_in(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="must name a file that can be written"):
+        parse(**{RECORD: str(tmp_path / "file" / "run.trace")})
 
 
 @pytest.mark.parametrize("num_steps", [1, 6, 64])
@@ -75,6 +95,8 @@ BAD_VALUES = [
         (TOKENS, "must be a whole number", ("2.5", "nan", "inf", "1e3", "many", " ")),
         (SELECTION, "one of tetris, uniform, random", ("best", "TETRIS", "0")),
         (PHASE_TIMES, "one of 1, true, yes, 0, false, no", ("2", "on", "maybe")),
+        (RECORD, "must name a file that can be written", ("/no/such/folder/run.trace", "/", ".")),
+        (RECORD, "must not end in .gz", ("run.trace.gz",)),
     )
     for text in texts
 ]

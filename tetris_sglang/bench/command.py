@@ -176,7 +176,10 @@ def _compare(
     from tetris_sglang.bench.models import find_models
     from tetris_sglang.bench.results import ResultsFile
     from tetris_sglang.bench.runner import Bench, record_steps
-    from tetris_sglang.bench.servers import bench_serving_arguments
+    from tetris_sglang.bench.servers import RunFailed, bench_serving_arguments
+
+    if step_picture:
+        from tetris_sglang.bench.plots import plot_steps
 
     arms = settings.build_arms()
     groups = group_arms(arms, settings.live_servers)
@@ -200,13 +203,15 @@ def _compare(
             console.print(line, soft_wrap=True, highlight=False, markup=False)
         Bench(settings, file, models, workload, folder).run(groups)
         if step_picture:
-            from tetris_sglang.bench.plots import plot_steps
-
             available = [arm for arm in arms if not file.is_unavailable(arm)]
-            arm, trace = record_steps(available, models, settings, workload, folder)
-            picture = out.with_name(f"{out.stem}_steps.png")
-            plot_steps(trace, picture, title=arm.name)
-            console.print(str(picture), highlight=False, soft_wrap=True)
+            try:
+                arm, trace = record_steps(available, models, settings, workload, folder)
+                plot_steps(trace, out.with_name(f"{out.stem}_steps.png"), title=arm.name)
+                console.print(str(out.with_name(f"{out.stem}_steps.png")), highlight=False, soft_wrap=True)
+            except (ValueError, RunFailed) as error:
+                # No reason to keep the figures back.
+                console.print("[red]no step picture:[/]", end=" ")
+                console.print(str(error), highlight=False, markup=False, soft_wrap=True)
     return file.results
 
 

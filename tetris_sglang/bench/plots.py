@@ -143,7 +143,7 @@ _DRAFTED, _SELECTED, _ACCEPTED = "#e0e0e0", "#f4a259", "#2a9d8f"
 
 
 def choose_steps(trace: Trace, count: int) -> np.ndarray:
-    """Numbers of `count` consecutive recorded steps, from the middle of the run, where the batch is full.
+    """Numbers of `count` consecutive recorded steps (plain ones are not), from the middle, where the batch is full.
 
     Raises:
         ValueError: the trace holds no step.
@@ -157,10 +157,9 @@ def choose_steps(trace: Trace, count: int) -> np.ndarray:
 
 def classify_nodes(trace: Trace, row: int) -> list[str]:
     """ "accepted", "selected" or "drafted" for every node that the row has, in the order they were drafted."""
-    num_nodes = int((trace.node_depths[row] > 0).sum())
     return [
         "accepted" if trace.accepted[row, node] else "selected" if node < trace.selected[row] else "drafted"
-        for node in range(num_nodes)
+        for node in np.flatnonzero(trace.node_depths[row])
     ]
 
 

@@ -227,7 +227,8 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
                     f"{t.success_rate:.3f} against {s.success_rate:.3f}",
                 )
                 for t, s in at_equal_k
-                if t.load.concurrency != 1
+                # Where nothing was verified there is no rate.
+                if t.load.concurrency != 1 and None not in (t.success_rate, s.success_rate)
             ],
         ),
         _verdict("throughput at least STANDALONE's at equal k", _compare_throughput(at_equal_k)),
@@ -424,9 +425,8 @@ def render_markdown(results: Results) -> str:
             f"{describe_machine(provenance)}; SGLang {provenance['sglang']}, torch "
             f"{provenance['torch']}, tetris-sglang {provenance['tetris_sglang']} at {provenance['commit']}; "
             f"{provenance['date']}; {describe_target(settings)}, {settings['dtype']}, "
-            f"{describe_workload(settings)}, {settings['output_len']} output tokens, {settings['repeats']} "
-            f"{'repeats, one arm after the other' if settings.get('live_servers') == 1 else 'interleaved repeats'}, "
-            f"seed {settings['seed']}."
+            f"{describe_workload(settings)}, {settings['output_len']} output tokens, "
+            f"{describe_repeats(settings)}, seed {settings['seed']}."
         ),
         "",
         f"    {provenance['command']}",
@@ -469,3 +469,10 @@ def describe_target(settings: dict[str, Any]) -> str:
 def describe_workload(settings: dict[str, Any]) -> str:
     prompts = settings.get("dataset_name") or settings.get("workload", "mixed")
     return f"{prompts} prompts" + (", Poisson arrivals" if settings.get("request_rate") else "")
+
+
+def describe_repeats(settings: dict[str, Any]) -> str:
+    repeats = f"{settings['repeats']} repeat" + ("s" if settings["repeats"] > 1 else "")
+    return repeats + (
+        ", one arm after the other" if settings.get("live_servers") == 1 else ", arms interleaved"
+    )

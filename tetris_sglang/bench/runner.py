@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -32,6 +33,12 @@ Round = tuple[int, float, Load]
 """repeat, temperature and load: one run of every arm of a group."""
 
 
+def _key(group: int, where: Round) -> tuple:
+    """As `round_key` of its samples."""
+    repeat, temperature, load = where
+    return group, temperature, load, repeat
+
+
 RECORDED_FAMILIES = ("tetris", "auto", "uniform", "random", "full")
 
 
@@ -50,34 +57,30 @@ class Bench:
         for arm in (arm for group in groups for arm in group):
             if obstacle := self.models.find_obstacle(arm):
                 file.mark_unavailable(arm, obstacle)
+        plan = self._plan(groups, rounds)
         total = sum(len(group) for group in groups) * len(rounds)
-        with tqdm(total=total, unit="run", smoothing=0.1) as bar:
-            if settings.one_by_one:
-                self._run_one_by_one(groups[0], rounds, bar)
-                return
-            file.drop_incomplete(groups)
-            for number, group in enumerate(groups):
-                missing = []
-                for repeat, temperature, load in rounds:
-                    if file.has_round((number, temperature, load, repeat)):
-                        bar.update(len(group))
-                    else:
-                        missing.append((repeat, temperature, load))
-                if missing:
-                    self._run_group(number, group, missing, bar)
+        left = sum(len(group) * len(missing) for _, group, missing in plan)
+        # What an earlier session took says nothing about how long the rest will take.
+        with tqdm(total=total, initial=total - left, unit="run", smoothing=0.1) as bar:
+            for number, group, missing in plan:
+                self._run_group(number, group, missing, bar)
 
-    def _run_one_by_one(self, arms: Sequence[Arm], rounds: Sequence[Round], bar: tqdm) -> None:
-        for arm in arms:
-            missing = [
-                (repeat, temperature, load)
-                for repeat, temperature, load in rounds
-                if not self.file.has_sample(arm, (0, temperature, load, repeat))
-            ]
-            bar.update(len(rounds) - len(missing))
-            if missing and not self.file.is_unavailable(arm):
-                self._run_group(0, [arm], missing, bar)
-            else:
-                bar.update(len(missing))
+    def _plan(
+        self, groups: Sequence[Sequence[Arm]], rounds: Sequence[Round]
+    ) -> list[tuple[int, Sequence[Arm], list[Round]]]:
+        """(number, arms, missing rounds) of every group that lacks any; one by one each arm stands for itself."""
+        file = self.file
+        if self.settings.one_by_one:
+            arms = [arm for arm in groups[0] if not file.is_unavailable(arm)]
+            candidates = [(0, [arm], partial(file.has_sample, arm)) for arm in arms]
+        else:
+            file.drop_incomplete(groups)
+            candidates = [(number, group, file.has_round) for number, group in enumerate(groups)]
+        plan = [
+            (number, group, [where for where in rounds if not has(_key(number, where))])
+            for number, group, has in candidates
+        ]
+        return [(number, group, missing) for number, group, missing in plan if missing]
 
     def _run_group(self, number: int, group: Sequence[Arm], rounds: Sequence[Round], bar: tqdm) -> None:
         with contextlib.ExitStack() as stack:
@@ -128,14 +131,12 @@ def record_steps(
     """
     arm = next((arm for family in RECORDED_FAMILIES for arm in arms if arm.family == family), None)
     if arm is None:
-        raise ValueError(
-            f"--step-picture: there are steps to record with an arm of {', '.join(RECORDED_FAMILIES)}"
-        )
+        raise ValueError(f"there are steps to record with an arm of {', '.join(RECORDED_FAMILIES)}")
     record = folder / "steps.trace"
     server = prepare_server(arm, models, settings, folder, ("--speculative-tetris-record", str(record)))
     try:
         if reasons := start_servers([server]):
-            raise RunFailed(f"--step-picture: {reasons[arm]}")
+            raise RunFailed(reasons[arm])
         measure(server, workload, settings, max(settings.loads, key=lambda load: load.value), 0.0, 0)
     finally:
         server.process.stop()

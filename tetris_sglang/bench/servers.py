@@ -122,7 +122,14 @@ def last_words(message: str) -> str:
     """The line of a failed start that says most: the last error of the log, else its last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "error:" in line]
-    return (errors or lines or ["no output"])[-1][-300:]
+    words = (errors or lines or ["no output"])[-1]
+    if re.fullmatch(r"[\w.]+Error", words):
+        # No message: then the place where it was raised has to do.
+        places = re.findall(
+            r'File "(?:.*/)?([^/"]+)", line (\d+), in (\w+)', message[: message.rindex(words)]
+        )
+        words += "".join(f" in {function} ({file}:{line})" for file, line, function in places[-1:])
+    return words[-300:]
 
 
 def check_memory(num_servers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
@@ -166,14 +173,14 @@ def run_bench_serving(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         RunFailed: with the end of what it printed.
     """
-    from sglang.benchmark import serving
-
     output_file = Path(arguments[arguments.index("--output-file") + 1])
     output_file.unlink(missing_ok=True)
     printed = io.StringIO()
     argv, sys.argv = sys.argv, ["sglang.bench_serving", *arguments]
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            from sglang.benchmark import serving  # warns, across the progress bar
+
             serving.cli_main()
     except (Exception, SystemExit) as error:
         raise RunFailed(

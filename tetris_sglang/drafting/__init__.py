@@ -25,6 +25,7 @@ from tetris_sglang.drafting.proposal import (
     count_nodes,
     make_grid,
     merge_branches,
+    tree_survival,
     trust,
 )
 
@@ -51,5 +52,6 @@ __all__ = [
     "merge_branches",
     "propose_by_lookup",
     "propose_by_lookup_reference",
+    "tree_survival",
     "trust",
 ]

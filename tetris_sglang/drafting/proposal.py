@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.selection import survival_from_probs
+from tetris_sglang.selection.survival import as_probability
 
 
 class TreeShape(NamedTuple):
@@ -133,6 +134,25 @@ def merge_branches(tokens: Tensor, probs: Tensor, max_nodes: int, calibrate: Cal
     parents = torch.where(index < branches, -1, index - branches).expand(batch, -1)
     tokens, survival, probs = (t.transpose(1, 2).reshape(batch, -1) for t in (tokens, survival, probs))
     return order_nodes(tokens, survival, parents, index // branches + 1, max_nodes, probs)
+
+
+def tree_survival(probs: Tensor, parents: Tensor, max_depth: int) -> Tensor:
+    """Multiply probabilities along each node's path: `survival_from_probs` for trees.
+
+    Args:
+        probs: [batch, num_nodes] float32.
+        parents: [batch, num_nodes + 1] int64, as in `TreeShape`.
+        max_depth: of any node.
+    Returns:
+        [batch, num_nodes] float32 in [0, 1], at most the parent's.
+    Sync: none; CUDA-graph safe.
+    Example: probs [[.6, .3, .5]], parents [[0, 0, 0, 1]], max_depth 2 -> [[.6, .3, .3]]
+    """
+    own = torch.nn.functional.pad(as_probability(probs), (1, 0), value=1.0)
+    survival = own
+    for _ in range(max_depth - 1):
+        survival = own * survival.gather(1, parents)
+    return survival[:, 1:]
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:

@@ -193,6 +193,11 @@ def validate_server_args(args) -> None:
             f"--speculative-tetris-verify-plan {plan}: it chooses how FlashInfer plans on a GPU, and this server runs on "
             f"{device} with another attention backend. Leave it out."
         )
+    if config.record is not None and (args.dp_size or 1) > 1:
+        raise ValueError(
+            f"--speculative-tetris-record {config.record}: the {args.dp_size} schedulers of --dp-size would write to one file. "
+            f"Record with --dp-size 1."
+        )
     kind = _validate_models(args, config)
     _validate_trees(args, num_steps, kind, device)
     os.environ[draft_kind.VARIABLE] = kind

@@ -16,13 +16,32 @@ _MOST_REQUESTS = 128
 """Learning costs as much for one request as for many, so small steps wait for each other."""
 
 
-class _Verified(NamedTuple):
-    """One step; columns of a grid without its roots."""
+class JudgedNodes(NamedTuple):
+    """What a step says about the nodes of its proposal; each [batch, num_nodes]."""
 
-    probs: Tensor
     depths: Tensor
+    """int64, from 1."""
     reached: Tensor
+    """bool, see `selection.Outcomes`."""
     accepted: Tensor
+    """bool."""
+
+
+def judge_nodes(proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify_lens: Tensor) -> JudgedNodes:
+    """Read a step's outcomes off what it accepted.
+
+    Args:
+        verify_lens: [batch], selected drafts and the root.
+    Sync: none.
+    """
+    batch_size, num_nodes = proposal.tokens.shape
+    draft_lens = verify_lens - 1
+    if grid.shape is None:
+        depths = torch.arange(1, num_nodes + 1, device=draft_lens.device).expand(batch_size, -1)
+        return JudgedNodes(depths, *chain_outcomes(accepted.accept_lens, draft_lens, num_nodes))
+    outcomes = tree_outcomes(accepted.path, accepted.accept_lens, draft_lens, grid.shape.parents)
+    depths = grid.shape.depths[:, 1 : num_nodes + 1]
+    return JudgedNodes(depths, *(outcome[:, :num_nodes] for outcome in outcomes))
 
 
 class AcceptanceLearner:
@@ -35,7 +54,7 @@ class AcceptanceLearner:
 
     def __init__(self, calibration: Calibration, copies: bool) -> None:
         self.calibration, self._copies = calibration, copies
-        self._steps: list[_Verified] = []
+        self._steps: list[tuple[Tensor, ...]] = []
         self._num_requests = 0
 
     def add(self, proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify_lens: Tensor) -> None:
@@ -44,23 +63,11 @@ class AcceptanceLearner:
         Args:
             verify_lens: [batch], selected drafts and the root.
         """
-        probs, draft_lens = proposal.probs, verify_lens - 1
-        batch_size, num_nodes = probs.shape
-        if grid.shape is None:
-            depths = torch.arange(1, num_nodes + 1, device=probs.device).expand(batch_size, -1)
-            reached, kept = chain_outcomes(accepted.accept_lens, draft_lens, num_nodes)
-        else:
-            depths = grid.shape.depths[:, 1 : num_nodes + 1]
-            reached, kept = (
-                outcome[:, :num_nodes]
-                for outcome in tree_outcomes(
-                    accepted.path, accepted.accept_lens, draft_lens, grid.shape.parents
-                )
-            )
+        judged, probs = judge_nodes(proposal, grid, accepted, verify_lens), proposal.probs
         if self._copies:
             probs = probs.clone()
-        self._steps.append(_Verified(*(t.reshape(-1) for t in (probs, depths, reached, kept))))
-        self._num_requests += batch_size
+        self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
+        self._num_requests += len(probs)
         if len(self._steps) == _MOST_STEPS or self._num_requests >= _MOST_REQUESTS:
             self._learn()
 

@@ -37,6 +37,7 @@ from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.pass_timing import load_or_time_passes
 from tetris_sglang.runtime.phases import PhaseTimer
 from tetris_sglang.runtime.planning import StepPlanner
+from tetris_sglang.runtime.recording import StepRecorder
 from tetris_sglang.runtime.request_options import RequestWeights
 from tetris_sglang.runtime.verify import (
     commit_paths,
@@ -84,6 +85,7 @@ class TetrisWorker(BaseSpecWorker):
             calibration = Calibration(self.speculative_num_steps, self.device, refresh_every=1)
             self._draft.calibrate = calibration.apply
             self.learner = AcceptanceLearner(calibration, copies=self.device == "cuda")
+        self.recorder = None
         if kind == STANDALONE:
             StandaloneWorkerV2._validate_vocab_compatibility(
                 self,
@@ -116,6 +118,15 @@ class TetrisWorker(BaseSpecWorker):
             self._draft.alloc_history(pool)
         else:
             self._draft.alloc_missed(pool)
+        if self.config.record is not None:
+            self.recorder = StepRecorder(
+                self.config,
+                draft=current_kind(),
+                topk=get_spec().speculative_eagle_topk,
+                num_nodes=self._draft.count_nodes(self.speculative_num_steps),
+                num_slots=len(pool.req_to_token),
+                device=self.device,
+            )
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
@@ -134,11 +145,15 @@ class TetrisWorker(BaseSpecWorker):
         accepted = sum(num_correct_drafts_per_req)
         self.metrics.count_accepted(accepted)
         self.planner.after_result(accepted)
+        if self.recorder is not None:
+            self.recorder.write()
 
     # -- the two kinds of iteration --------------------------------------------------------------------------------
 
     def _prefill(self, batch, on_publish) -> GenerationBatchResult:
         self._request_weights.add_prefilled(batch.reqs)
+        if self.recorder is not None:
+            self.recorder.add_prefilled(batch.reqs, batch.req_pool_indices)
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
         input_ids = batch.input_ids
         self.planner.after_prefill()
@@ -220,6 +235,8 @@ class TetrisWorker(BaseSpecWorker):
                 compute_logprobs(batch, logits_output, logprob_logits, accepted, packed)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
+            if self.recorder is not None:
+                self.recorder.add(proposal, grid, accepted, packed.verify_lens, batch.req_pool_indices)
             if proposal is not None:
                 if self.learner is not None:
                     self.learner.add(proposal, grid, accepted, packed.verify_lens)

@@ -1,0 +1,149 @@
+"""What every step drafted, verified and accepted, written to a file while serving."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import IO, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tetris_sglang import __version__
+from tetris_sglang.config import TetrisConfig
+from tetris_sglang.drafting import Grid, Proposal, tree_survival
+from tetris_sglang.kernels.reference import AcceptedTokens
+from tetris_sglang.runtime.learning import judge_nodes
+from tetris_sglang.selection import survival_from_probs
+from tetris_sglang.trace import open_for_writing, row_type
+
+logger = logging.getLogger(__name__)
+
+# The settings that say how to read a trace.
+_DESCRIBED = ("num_steps", "capacity_per_request", "capacity_tokens", "selection", "calibration")
+
+
+class _Rows(NamedTuple):
+    """One step, as the fields of the same names in a trace; [batch] or [batch, drafted nodes]."""
+
+    request: Tensor
+    selected: Tensor
+    raw: Tensor
+    survival: Tensor
+    node_depths: Tensor
+    accepted: Tensor
+
+
+class StepRecorder:
+    """Writes a trace (tetris_sglang/trace.py). Never waits for the device: rows are written once they have come in.
+
+    Args:
+        config: says where to, and how the server speculates.
+        draft: its kind. topk: its branches.
+        num_nodes: most that a request drafts.
+        num_slots: of running requests.
+        device: "cuda" or "cpu".
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(
+        self, config: TetrisConfig, *, draft: str, topk: int, num_nodes: int, num_slots: int, device: str
+    ) -> None:
+        self._file: IO[bytes] | None = open_for_writing(
+            config.record,
+            num_nodes,
+            draft=draft,
+            topk=topk,
+            **{name: getattr(config, name) for name in _DESCRIBED},
+            sglang=version("sglang"),
+            tetris_sglang=__version__,
+        )
+        self._file.flush()
+        self._row_type = row_type(num_nodes)
+        self._on_cuda = device == "cuda"
+        self._num_steps = 0
+        # By request, so that one that is retracted keeps its number in another slot.
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._num_requests = 0
+        self._slot_numbers = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._pending: deque[tuple[int, int, _Rows, torch.cuda.Event | None]] = deque()
+
+    def add_prefilled(self, reqs: Sequence, slots: Tensor) -> None:
+        """Number SGLang's `Req`s; the same one may come again.
+
+        Args:
+            slots: [batch] integers, where each of them runs.
+        """
+        for req in reqs:
+            if req not in self._numbers:
+                self._numbers[req] = self._num_requests
+                self._num_requests += 1
+        numbers = torch.tensor([self._numbers[req] for req in reqs], pin_memory=self._on_cuda)
+        self._slot_numbers[slots] = numbers.to(self._slot_numbers.device, non_blocking=True)
+
+    def add(
+        self,
+        proposal: Proposal | None,
+        grid: Grid,
+        accepted: AcceptedTokens,
+        verify_lens: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Take in one step; None where it drafted nothing.
+
+        Args:
+            verify_lens: [batch], selected drafts and the root.
+            slots: [batch] integers, where each request runs.
+        Sync: none.
+        """
+        step = self._num_steps
+        self._num_steps += 1
+        if proposal is None or self._file is None:
+            return
+        if proposal.shape is None:
+            raw, survival = survival_from_probs(proposal.probs), survival_from_probs(proposal.scores)
+        else:
+            raw = tree_survival(proposal.probs, proposal.shape.parents, grid.max_depth)
+            survival = proposal.scores
+        judged = judge_nodes(proposal, grid, accepted, verify_lens)
+        rows = _Rows(
+            self._slot_numbers[slots],
+            verify_lens - 1,
+            raw.half(),
+            survival.half(),
+            judged.depths.to(torch.uint8),
+            judged.accepted,
+        )
+        event = None
+        if self._on_cuda:
+            rows = _Rows(*(part.to("cpu", non_blocking=True) for part in rows))
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((step, grid.max_depth, rows, event))
+
+    def write(self) -> None:
+        """Write the steps that have come in, all the way to the file: whoever kills the server loses none of them."""
+        while self._pending and (self._pending[0][3] is None or self._pending[0][3].query()):
+            step, depth, parts, _ = self._pending.popleft()
+            rows = np.zeros(len(parts.request), self._row_type)
+            rows["step"], rows["depth"] = step, depth
+            for name, part in zip(_Rows._fields, parts, strict=True):
+                values = part.numpy()
+                if name == "accepted":
+                    values = np.packbits(values, axis=1, bitorder="little")
+                columns = ... if values.ndim == 1 else (slice(None), slice(values.shape[1]))
+                # What was not drafted stays 0.
+                rows[name][columns] = values
+            try:
+                self._file.write(rows.tobytes())
+                self._file.flush()
+            except OSError:
+                # A full disk is no reason to stop serving.
+                logger.exception("TETRIS: recording ends here")
+                self._file = None
+                self._pending.clear()
