@@ -8,9 +8,10 @@
 1. A TETRIS server with automatic capacity starts alone and times its passes, as any does.
 2. Each arm's server runs beside one without speculation, in turns, the waiting one frozen: the shipped prompts, greedy, so many in
    flight, a fixed number of tokens each. Speed is all output tokens over all seconds, with the first and the last requests in.
-3. Simulated are the same requests: their prompts' lengths, their own recorded drafts, the timed passes. Two constants are fitted
-   to one arm at one concurrency, no speculation with one request in flight: the host's time per step, and what a prefill costs
-   beyond the passes. Those runs are no predictions and are not counted.
+3. Simulated are the same requests: their prompts' lengths, their own recorded drafts, the timed passes. Fitted are two constants to
+   no speculation with one request in flight, the host's time per step and what a prefill costs beyond the passes; and, since such
+   machines are faster in one minute than in the next, a pace per group of servers that took turns: measured over predicted
+   seconds of its runs without speculation. So these are no predictions and are not counted. Speculation's are.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ def main(
     results: dict[str, Any] = {"samples": [], "pass_times": None}
     if out.exists():
         results = json.loads(out.read_text())
-    prompts = read_prompts()
+    if "prompts" not in results:
+        results["prompts"] = find_prompts()
+    texts = [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    prompts = [Prompt(texts[line], length, row) for line, length, row in results["prompts"]]
     with tempfile.TemporaryDirectory(prefix="validate-simulation-") as name:
         folder = Path(name)
         base = (
@@ -123,7 +127,7 @@ def main(
             results["provenance"] = describe_run("cpu", 0) | {
                 "command": "python scripts/validate_simulation.py",
                 "clock": "wall clock",
-                "commit": name_commit(["tetris_sglang", "scripts/validate_simulation.py"]),
+                "commit": "of each sample",
                 "shape": shape,
                 "output_len": output_len,
             }
@@ -142,15 +146,18 @@ def write(results: dict[str, Any], out: Path) -> None:
     out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def read_prompts() -> list[Prompt]:
-    """Those whose continuation was recorded to its full length, of every kind in turn."""
+def find_prompts() -> list[tuple[int, int, int]]:
+    """(line in prompts.jsonl, tokens, first recorded row) of those whose continuation was recorded to its full length.
+
+    Kinds in turn. The target writes all of them once more, a few minutes on two cores, since what was recorded does not say
+    which prompt it belongs to.
+    """
     texts = write_texts(PAIR / "target", PAIR / "prompts.jsonl", RECORDED_TOKENS)
-    rows = [json.loads(line) for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
     first_row, kinds = 0, {}
-    for text, row in zip(texts, rows, strict=True):
+    for line, text in enumerate(texts):
         positions = count_positions(text, DEPTH)
         if positions == RECORDED_TOKENS - DEPTH:
-            kinds.setdefault(text.kind, []).append(Prompt(row["text"], text.prompt_len, first_row))
+            kinds.setdefault(text.kind, []).append((line, text.prompt_len, first_row))
         first_row += positions
     return [prompt for in_turn in zip(*kinds.values(), strict=False) for prompt in in_turn]
 
@@ -174,9 +181,9 @@ def time_passes(base: tuple[str, ...], folder: Path) -> dict:
 def measure_group(
     arm: str, base: tuple[str, ...], folder: Path, prompts: list[Prompt], repeats: int, output_len: int
 ) -> list[dict]:
-    samples = []
+    samples, servers = [], {}
+    commit = name_commit(["tetris_sglang", "scripts/validate_simulation.py"])
     with contextlib.ExitStack() as stack:
-        servers = {}
         for name in dict.fromkeys(("none", arm)):
             servers[name] = stack.enter_context(
                 ServerProcess([*base, *ARMS[name]], folder / f"{arm}-{name}.log", start_timeout_s=600)
@@ -189,7 +196,7 @@ def measure_group(
                 for name in names:
                     taken = take_prompts(prompts, concurrency, repeat)
                     sample = measure(servers[name], name, taken, concurrency, output_len)
-                    samples.append({"group": arm, "repeat": repeat, **sample})
+                    samples.append({"group": arm, "repeat": repeat, **sample, "commit": commit})
     return samples
 
 
@@ -227,35 +234,43 @@ def measure(
 
 
 def predict(results: dict[str, Any], one: RequestClass, prompts: list[Prompt], output_len: int) -> None:
-    passes = PassTimes.from_json(results["pass_times"])
-    calibration = calibrate(results["samples"], passes, one, prompts, output_len)
-    results["calibration"] = vars(calibration)
-    results["settings"] = []
-    keys = dict.fromkeys((s["arm"], s["concurrency"]) for s in results["samples"])
+    passes, samples = PassTimes.from_json(results["pass_times"]), results["samples"]
+    calibration = calibrate(samples, passes, one, prompts, output_len)
+    outcomes = [
+        simulate(s["arm"], s["concurrency"], s["repeat"], passes, calibration, one, prompts, output_len)
+        for s in samples
+    ]
+    seconds = np.array([s["tokens"] / o.total_tokens_per_s for s, o in zip(samples, outcomes, strict=True)])
+    measured_s = np.array([s["seconds"] for s in samples])
+    tokens = np.array([s["tokens"] for s in samples])
+    paces = {}
+    for group in dict.fromkeys(s["group"] for s in samples):
+        of_none = [i for i, s in enumerate(samples) if (s["group"], s["arm"]) == (group, "none")]
+        paces[group] = float(np.exp(np.log(measured_s[of_none] / seconds[of_none]).mean()))
+    paced_s = seconds * [paces[s["group"]] for s in samples]
+    results |= {"calibration": vars(calibration), "paces": paces, "settings": []}
+    keys = dict.fromkeys((s["arm"], s["concurrency"]) for s in samples)
     for arm, concurrency in sorted(keys, key=lambda key: (list(ARMS).index(key[0]), key[1])):
-        samples = [s for s in results["samples"] if (s["arm"], s["concurrency"]) == (arm, concurrency)]
-        outcomes = [
-            simulate(arm, concurrency, s["repeat"], passes, calibration, one, prompts, output_len)
-            for s in samples
-        ]
-        speeds = [s["tokens"] / s["seconds"] for s in samples]
-        measured = sum(s["tokens"] for s in samples) / sum(s["seconds"] for s in samples)
-        predicted = len(outcomes) / sum(1 / outcome.total_tokens_per_s for outcome in outcomes)
-        steps = sum(s["verify_steps"] for s in samples)
+        runs = [i for i, s in enumerate(samples) if (s["arm"], s["concurrency"]) == (arm, concurrency)]
+        mine = [samples[i] for i in runs]
+        speeds = tokens[runs] / measured_s[runs]
+        measured = float(tokens[runs].sum() / measured_s[runs].sum())
+        predicted, unpaced = (float(tokens[runs].sum() / of[runs].sum()) for of in (paced_s, seconds))
+        steps = sum(s["verify_steps"] for s in mine)
+        lengths = [outcomes[i].accept_length for i in runs]
         results["settings"].append(
             {
                 "arm": arm,
                 "concurrency": concurrency,
-                "runs": len(samples),
+                "runs": len(runs),
                 "measured_tokens_per_s": measured,
-                "measured_range": [min(speeds), max(speeds)],
+                "measured_range": [float(speeds.min()), float(speeds.max())],
                 "predicted_tokens_per_s": predicted,
                 "error": predicted / measured - 1,
-                "measured_accept_length": 1 + sum(s["accepted"] for s in samples) / steps if steps else None,
-                "predicted_accept_length": mean(o.accept_length for o in outcomes)
-                if all(o.accept_length for o in outcomes)
-                else None,
-                "is_fitted": (arm, concurrency) == FITTED,
+                "error_without_pace": unpaced / measured - 1,
+                "measured_accept_length": 1 + sum(s["accepted"] for s in mine) / steps if steps else None,
+                "predicted_accept_length": mean(lengths) if all(lengths) else None,
+                "is_fitted": arm == "none",
             }
         )
 
@@ -319,6 +334,7 @@ def report(results: dict[str, Any], out: Path) -> None:
                 f"{setting['measured_tokens_per_s']:.1f} ({low:.1f}..{high:.1f})",
                 f"{setting['predicted_tokens_per_s']:.1f}",
                 f"{setting['error']:+.1%}",
+                f"{setting['error_without_pace']:+.1%}",
                 *(f"{length:.2f}" if length else "" for length in lengths),
                 "fitted" if setting["is_fitted"] else within,
             )
@@ -328,20 +344,28 @@ def report(results: dict[str, Any], out: Path) -> None:
         table.add_row(*(cell.replace("**", "") for cell in line))
     console.print(table)
     predicted = [setting for setting in results["settings"] if not setting["is_fitted"]]
-    within = sum(abs(setting["error"]) <= BAND for setting in predicted)
+
+    def count(error: str, settings: list[dict]) -> str:
+        within = sum(abs(setting[error]) <= BAND for setting in settings)
+        mean_error = mean(abs(setting[error]) for setting in settings)
+        return f"{within} of {len(settings)} settings within {BAND:.0%}, mean error {mean_error:.1%}"
+
+    unfitted = [s for s in results["settings"] if (s["arm"], s["concurrency"]) != FITTED]
     verdict = (
-        f"{within} of {len(predicted)} predicted settings within {BAND:.0%}; "
-        f"mean error {mean(abs(s['error']) for s in predicted):.1%}."
+        f"Predicted: {count('error', predicted)}. Without paces, no speculation included: "
+        f"{count('error_without_pace', unfitted)}."
     )
     console.print(verdict, highlight=False)
     fit, where = results["calibration"], results["provenance"]
+    commits = ", ".join(sorted({s["commit"] for s in results["samples"]}))
     made = (
-        f"{where['device']}; commit {where['commit']}; target `{where['shape']}`, float32, greedy, "
+        f"{where['device']}; commits {commits}; target `{where['shape']}`, float32, greedy, "
         f"{where['output_len']} tokens per request; range over runs in brackets."
     )
     fitted = (
         f"Fitted to no speculation with one request in flight: {fit['host_s'] * 1e3:.1f} ms of host time per step, "
-        f"{fit['prefill_s'] * 1e3:.1f} ms per prefill beyond the passes. {verdict}"
+        f"{fit['prefill_s'] * 1e3:.1f} ms per prefill beyond the passes. Paces of the groups: "
+        f"{', '.join(f'{group} {pace:.2f}' for group, pace in results['paces'].items())}. {verdict}"
     )
     text = [
         "# The simulator against real servers",

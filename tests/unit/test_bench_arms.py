@@ -135,7 +135,7 @@ def test_bad_options_are_named(options, message):
 
 def test_prompts_are_several_waves_or_some_seconds_of_arrivals():
     settings = make_settings()
-    assert [load.num_prompts(settings.min_prompts) for load in settings.loads] == [4, 32]
+    assert [load.num_prompts(settings.min_prompts) for load in settings.loads] == [4, 64]
     poisson = make_settings(arrivals="poisson", request_rate="0.2,2.5")
     assert [load.num_prompts(poisson.min_prompts) for load in poisson.loads] == [4, 25]
 
