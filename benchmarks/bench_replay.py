@@ -64,7 +64,7 @@ def main(
     ]
     report = {"provenance": provenance, "results": results, "hindsight": in_hindsight}
     out.write_text(json.dumps(report, indent=1) + "\n")
-    out.with_suffix(".md").write_text("\n".join(render(provenance, by_size, hindsight)) + "\n")
+    out.with_suffix(".md").write_text("\n".join(render(provenance, by_size, hindsight)))
     draw_figure(by_size[None], out.with_suffix(".png"))
     print(f"written: {out}")
 
