@@ -27,6 +27,8 @@ from tetris_sglang.replay import GOAL, RULES
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/capacity.md", "docs/paper.md", "docs/replay.md")
+_WITHIN = 0.1
+"""Of what was measured: the simulator's goal."""
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -97,12 +99,10 @@ class Comparison:
         return "".join(lines)
 
 
-def capacity(name: str) -> Callable[[], str]:
-    def render() -> str:
-        comparison = Comparison(name)
-        return comparison.summary() + "\n" + comparison.verdicts()
-
-    return render
+def capacity() -> str:
+    """The automatic capacity beside the best of the others, and whether it reaches its goals."""
+    comparison = Comparison("capacity.json")
+    return comparison.summary() + "\n" + comparison.verdicts()
 
 
 def fixed() -> str:
@@ -267,16 +267,38 @@ def replay_rules(capacity: float) -> Callable[[], str]:
     return render
 
 
+def simulation() -> str:
+    """What the simulator predicts beside what servers did."""
+    settings = json.loads((RESULTS / "simulate_validation.json").read_text())["settings"]
+    predicted = [setting for setting in settings if not setting["is_fitted"]]
+    concurrencies = sorted({setting["concurrency"] for setting in predicted})
+    cells = {(setting["arm"], setting["concurrency"]): setting for setting in predicted}
+
+    def describe(setting: dict) -> str:
+        text = f"{setting['predicted_tokens_per_s']:.1f} ({setting['measured_tokens_per_s']:.1f})"
+        return text if abs(setting["error"]) <= _WITHIN else f"**{text}**"
+
+    rows = [
+        [arm, *(describe(cells[arm, concurrency]) for concurrency in concurrencies)]
+        for arm in dict.fromkeys(setting["arm"] for setting in predicted)
+    ]
+    within = sum(abs(setting["error"]) <= _WITHIN for setting in predicted)
+    without = sum(abs(setting["error_without_pace"]) <= _WITHIN for setting in predicted)
+    return (
+        table(["Output tokens/s, predicted (measured)", *(f"{n} in flight" for n in concurrencies)], rows)
+        + f"\n{within} of {len(predicted)} settings within {_WITHIN:.0%}; without the fitted paces {without}.\n"
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
-    "capacity": capacity("capacity.json"),
-    "capacity-perfect": capacity("capacity_perfect.json"),
-    "capacity-useless": capacity("capacity_useless.json"),
+    "capacity": capacity,
     "fixed": fixed,
     "drafts": drafts("drafts.json"),
     "heads": drafts("heads.json"),
     "paper-gain": paper_gain,
     "paper-success": paper_success,
     "paper-batch": paper_batch,
+    "simulation": simulation,
     "replay": replay_shares(None),
     "replay-64": replay_shares(64),
     "replay-rules": replay_rules(2.0),
