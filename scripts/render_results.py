@@ -26,7 +26,7 @@ from tetris_sglang.bench.report import Cell, build_cells, judge, read_arm
 from tetris_sglang.replay import GOAL, RULES
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/capacity.md", "docs/paper.md", "docs/replay.md")
+PAGES = ("README.md", "docs/paper.md", "docs/replay.md")
 _WITHIN = 0.1
 """Of what was measured: the simulator's goal."""
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

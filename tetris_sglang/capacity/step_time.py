@@ -62,7 +62,7 @@ class PassTimes:
 _COMMON_DEVIATION = 0.3
 _CURVE_DEVIATION = {"target": 0.15, "window": 0.3, "branch": 0.3, "host": 1.0}
 _CONTEXT_DEVIATION = 1.0
-_HOST_SHARE = 0.05
+HOST_SHARE = 0.05
 """Host time assumed at first, of the target's pass over as many rows."""
 _RELATED_OCTAVES = 2.0
 """Sizes so far apart hardly share a curve's errors."""
@@ -94,9 +94,9 @@ class StepTimeModel:
                 # Where memory's cost ends and arithmetic's begins, there is a bend.
                 nodes = np.union1d(nodes, 1.5 * nodes[1:-1])
             if name == "host":
-                curve = _HOST_SHARE * _interpolate(nodes, seed.target_s)
+                curve = HOST_SHARE * interpolate(nodes, seed.target_s)
             else:
-                curve = _interpolate(nodes, times) if times else np.zeros(len(nodes))
+                curve = interpolate(nodes, times) if times else np.zeros(len(nodes))
             self._curves[name] = (nodes, slice(start, start + len(nodes)))
             start += len(nodes)
             values.append(curve)
@@ -203,7 +203,7 @@ def _powers_of_two(largest: int) -> np.ndarray:
     return 2.0 ** np.arange(math.ceil(math.log2(max(largest, 1))) + 1)
 
 
-def _interpolate(at: np.ndarray, times: Mapping[int, float]) -> np.ndarray:
+def interpolate(at: np.ndarray, times: Mapping[int, float]) -> np.ndarray:
     """Linear between the timed sizes; beyond them with the outermost slope, but never falling."""
     sizes = np.array(sorted(times), dtype=float)
     seconds = np.array([times[int(size)] for size in sizes])

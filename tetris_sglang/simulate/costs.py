@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tetris_sglang.capacity import PassTimes
+from tetris_sglang.capacity.step_time import HOST_SHARE, interpolate
 
-HOST_SHARE = 0.05
-"""Host time of a step where none is given, of a target's pass over a row per request: what servers assume at first, too."""
 BYTES_PER_WEIGHT = 2
 
 
@@ -87,17 +86,8 @@ def make_costs(
 
 
 def fill_curve(times: Mapping[int, float], largest: int) -> np.ndarray:
-    """Seconds [largest + 1] at every size: linear between the timed ones, then on with the last slope, never falling."""
-    at = np.arange(largest + 1, dtype=float)
-    if not times:
-        return np.zeros(largest + 1)
-    sizes = np.array(sorted(times), dtype=float)
-    seconds = np.maximum.accumulate([times[int(size)] for size in sizes])
-    curve = np.interp(at, sizes, seconds)
-    if len(sizes) > 1:
-        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-        curve += slope * np.maximum(at - sizes[-1], 0)
-    return curve
+    """Seconds [largest + 1] at every size, as servers read the timed ones; 0 where none were."""
+    return interpolate(np.arange(largest + 1.0), times) if times else np.zeros(largest + 1)
 
 
 def load_pass_times(path: Path) -> PassTimes:

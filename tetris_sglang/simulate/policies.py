@@ -43,9 +43,7 @@ def make_plans(
     if policy == "auto":
         return choose_plans(costs, classes, max_running=max_running, seed=seed)
     if match := re.fullmatch(r"sd(\d+)", policy):
-        k = extra = int(match[1])
-        extra = 0
-        is_uniform = True
+        k, extra, is_uniform = int(match[1]), 0, True
     elif match := re.fullmatch(r"uniform(\d+)\+(\d+)", policy):
         k, extra, is_uniform = int(match[1]), int(match[2]), True
     elif match := re.fullmatch(r"tetris(\d+(?:\.\d+)?)\+(\d+)", policy):
