@@ -21,12 +21,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tetris_sglang.selection import Calibration, chain_outcomes, select_prefixes, survival_from_probs
+from tetris_sglang.selection import (
+    AcceptanceHistory,
+    Calibration,
+    chain_outcomes,
+    select_prefixes,
+    survival_from_probs,
+)
 
 BATCHES = [1, 16, 64, 256, 1024]
 RESULT = ROOT / "benchmarks/results/calibration.json"
 TIMED = ["tetris_sglang/selection", "benchmarks/bench_calibration.py"]
-PARTS = ["apply_level", "apply_all", "outcomes", "observe", "refresh", "select"]
+PARTS = ["apply_level", "apply_all", "outcomes", "history", "observe", "refresh", "select"]
 
 
 def main(
@@ -69,10 +75,12 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     outcomes = chain_outcomes(accept_lens, draft_lens, depth)
     calibration = Calibration(depth, device)
     refresh_every, calibration.refresh_every = calibration.refresh_every, sys.maxsize
+    history, rows = AcceptanceHistory(batch, device), torch.arange(batch, device=device)
     parts: dict[str, Callable[[], object]] = {
-        "apply_level": lambda: calibration.apply(probs[:, 0], 1),
-        "apply_all": lambda: calibration.apply(probs, depths),
+        "apply_level": lambda: calibration.apply(probs[:, 0], 1, history.offsets(rows)),
+        "apply_all": lambda: calibration.apply(probs, depths, history.offsets(rows)),
         "outcomes": lambda: chain_outcomes(accept_lens, draft_lens, depth),
+        "history": lambda: history.observe(rows, calibration.apply(probs, depths), *outcomes),
         "observe": lambda: calibration.observe(probs, depths, *outcomes),
         "refresh": calibration.refresh,
         "select": lambda: select_prefixes(survival_from_probs(probs), 2 * batch),
@@ -81,9 +89,10 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     # Per round: what a step with one call for all depths costs.
     steps_us = [
-        apply + outcomes + observe + refresh / refresh_every
-        for apply, outcomes, observe, refresh in zip(
-            *(elapsed_us[name] for name in ("apply_all", "outcomes", "observe", "refresh")), strict=True
+        apply + outcomes + history_us + observe + refresh / refresh_every
+        for apply, outcomes, history_us, observe, refresh in zip(
+            *(elapsed_us[name] for name in ("apply_all", "outcomes", "history", "observe", "refresh")),
+            strict=True,
         )
     ]
 

@@ -151,7 +151,8 @@ SETTINGS: tuple[Setting, ...] = (
         "calibration",
         _parse_bool,
         "BOOLEAN",
-        "TETRIS: correct the draft's probabilities by what was accepted, per depth and score, while serving. Default: on.",
+        "TETRIS: correct the draft's probabilities by what was accepted, per depth and score and per request, while serving. "
+        "Default: on.",
     ),
     Setting(
         "draft",

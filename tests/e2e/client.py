@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +68,22 @@ class Client:
 
     def is_alive(self) -> bool:
         return requests.get(self.url + "/health_generate", timeout=60).status_code == 200
+
+
+class Reference(Client):
+    """A server that others are compared with, and so is asked the same again and again: it answers greedy requests once."""
+
+    def __init__(self, url: str, log_path: Path) -> None:
+        super().__init__(url, log_path)
+        self._answers: dict[str, dict] = {}
+
+    def generate(self, prompt: str | list[int], **params) -> dict:
+        if params.get("temperature", 0) > 0:
+            return super().generate(prompt, **params)
+        question = json.dumps([prompt, params], sort_keys=True)
+        if question not in self._answers:
+            self._answers[question] = super().generate(prompt, **params)
+        return self._answers[question]
 
 
 _REQUEST_FIELDS = (

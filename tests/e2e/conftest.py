@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.e2e.client import Client
+from tests.e2e.client import Client, Reference
 from tests.e2e.plugins import SWITCHING_PLANS, write_plugin
 from tetris_sglang.server_process import ServerProcess, start_all
 
@@ -170,7 +170,8 @@ def servers(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def plain(servers) -> Client:
-    return servers.get("plain")[0]
+    server = servers.get("plain")[0]
+    return Reference(server.url, server.log_path)
 
 
 @pytest.fixture(scope="session", params=TETRIS_SERVERS)

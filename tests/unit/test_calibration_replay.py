@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tetris_sglang.selection import select_prefixes, survival_from_probs
+from tetris_sglang.selection import AcceptanceHistory, select_prefixes, survival_from_probs
 from tetris_sglang.selection.calibration import Calibration, Reliability, chain_outcomes
 
 # See scripts/record_replay.py.
@@ -44,7 +44,10 @@ def load(name: str) -> list[Request]:
     return [Request(*parts) for parts in zip(probs.split(lens), accepted.split(lens), strict=True)]
 
 
-def replay(names: list[str], calibrate: bool, seed: int) -> Result:
+RAW, CALIBRATED, WITH_HISTORY = range(3)
+
+
+def replay(names: list[str], kind: int, seed: int) -> Result:
     """Serve all requests of the traces, each trace in its share of the slots, until one of them has none waiting."""
     share = SLOTS // len(names)
     waiting: list[Iterator[Request]] = []
@@ -57,21 +60,25 @@ def replay(names: list[str], calibrate: bool, seed: int) -> Result:
     depth = running[0].probs.shape[1]
     depths = torch.arange(1, depth + 1)
     calibrations = [Calibration(depth) for _ in names]
+    histories = [AcceptanceHistory(share) for _ in names]
+    rows_of_one = torch.arange(share)
     accepted_total = expected_total = steps = 0.0
     while True:
         raw = torch.stack([running[slot].probs[positions[slot]] for slot in range(SLOTS)])
         acceptable = torch.stack([running[slot].accepted[positions[slot]] for slot in range(SLOTS)])
         probs = raw
-        if calibrate:
-            kinds = zip(calibrations, raw.split(share), strict=True)
-            probs = torch.cat([calibration.apply(rows, depths) for calibration, rows in kinds])
+        if kind != RAW:
+            offsets = [h.offsets(rows_of_one) if kind == WITH_HISTORY else None for h in histories]
+            parts = zip(calibrations, raw.split(share), offsets, strict=True)
+            probs = torch.cat([calibration.apply(rows, depths, o) for calibration, rows, o in parts])
         survival = survival_from_probs(probs)
         draft_lens = select_prefixes(survival, CAPACITY_PER_REQUEST * SLOTS)
         accept_lens = torch.minimum(acceptable, draft_lens)
         outcomes = chain_outcomes(accept_lens, draft_lens, depth)
         parts = zip(*(t.split(share) for t in (raw, *outcomes)), strict=True)
-        for calibration, (rows, reached, accepted) in zip(calibrations, parts, strict=True):
-            calibration.observe(rows, depths, reached, accepted)
+        for calibration, history, (rows, *judged) in zip(calibrations, histories, parts, strict=True):
+            history.observe(rows_of_one, calibration.apply(rows, depths), *judged)
+            calibration.observe(rows, depths, *judged)
         steps += SLOTS
         accepted_total += int(accept_lens.sum())
         expected_total += float(survival[torch.arange(depth) < draft_lens[:, None]].sum())
@@ -86,24 +93,27 @@ def replay(names: list[str], calibrate: bool, seed: int) -> Result:
                         [calibration.reliability() for calibration in calibrations],
                     )
                 running[slot], positions[slot] = request, 0
+                histories[slot // share].forget(torch.tensor([slot % share]))
 
 
 class Comparison(NamedTuple):
-    """Means over the seeds, with the draft's own probabilities and with calibrated ones."""
+    """Means over the seeds, with the draft's own probabilities, calibrated ones, and those with the requests' histories."""
 
-    accepted: tuple[float, float]
-    off: tuple[float, float]
+    accepted: tuple[float, ...]
+    off: tuple[float, ...]
     """How far the expected number of accepted tokens is from the accepted one, relative to the latter."""
     gains: list[float]
     """Calibrated over raw accepted tokens - 1, per seed."""
+    gains_of_history: list[float]
+    """With histories over calibrated without, - 1, per seed."""
     reliability: list[Reliability]
     """Per trace, from the last seed; its raw error is that of what calibrated selection has reached."""
 
 
 @cache
 def compare(*names: str) -> Comparison:
-    runs = [[replay(list(names), calibrate, seed) for seed in SEEDS] for calibrate in (False, True)]
-    raw, calibrated = ([run.accepted_per_step for run in side] for side in runs)
+    runs = [[replay(list(names), kind, seed) for seed in SEEDS] for kind in (RAW, CALIBRATED, WITH_HISTORY)]
+    raw, calibrated, with_history = ([run.accepted_per_step for run in side] for side in runs)
     accepted, expected = (
         [sum(run[field] for run in side) / len(SEEDS) for side in runs] for field in range(2)
     )
@@ -111,6 +121,7 @@ def compare(*names: str) -> Comparison:
         tuple(accepted),
         tuple(abs(e / a - 1) for e, a in zip(expected, accepted, strict=True)),
         [its / own - 1 for its, own in zip(calibrated, raw, strict=True)],
+        [its / own - 1 for its, own in zip(with_history, calibrated, strict=True)],
         runs[1][-1].reliability,
     )
 
@@ -142,3 +153,13 @@ def test_drafts_of_two_kinds_in_one_batch_share_capacity_better(other):
     found = compare("standalone", other)
     assert min(found.gains) > 0.05
     assert found.off[1] < found.off[0] / 3
+
+
+@pytest.mark.parametrize("name", ["standalone", "overconfident", "ngram", "ngram_human"])
+def test_requests_histories_help_where_requests_differ_and_harm_nowhere(name):
+    found = compare(name)
+    assert found.off[WITH_HISTORY] < 0.13
+    if name.startswith("ngram"):  # their scores count the request's own text already
+        assert min(found.gains_of_history) > -0.02
+    else:
+        assert min(found.gains_of_history) > 0.01

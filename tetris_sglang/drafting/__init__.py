@@ -18,6 +18,7 @@ from tetris_sglang.drafting.ngram_reference import (
 )
 from tetris_sglang.drafting.proposal import (
     Calibrate,
+    CalibrateRequests,
     Grid,
     Proposal,
     TreeShape,
@@ -27,12 +28,14 @@ from tetris_sglang.drafting.proposal import (
     merge_branches,
     tree_survival,
     trust,
+    trust_all,
 )
 
 __all__ = [
     "LEAST_PROB",
     "PRIOR",
     "Calibrate",
+    "CalibrateRequests",
     "ChainGrower",
     "Grid",
     "Grower",
@@ -54,4 +57,5 @@ __all__ = [
     "propose_by_lookup_reference",
     "tree_survival",
     "trust",
+    "trust_all",
 ]

@@ -31,9 +31,17 @@ Calibrate = Callable[[Tensor, "int | Tensor"], Tensor]
 """(probs, depths) -> how likely such tokens are accepted, given that those before them are; see selection.Calibration."""
 
 
+CalibrateRequests = Callable[[Tensor], Calibrate]
+"""Slots [batch] of the requests that `probs` [batch, ...] will be about -> how to calibrate these."""
+
+
 def trust(probs: Tensor, depths: int | Tensor) -> Tensor:
     """No calibration: what the draft says."""
     return probs
+
+
+def trust_all(rows: Tensor) -> Calibrate:
+    return trust
 
 
 class Proposal(NamedTuple):

@@ -31,7 +31,14 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
-from tetris_sglang.drafting import Calibrate, ChainGrower, Proposal, TreeGrower, count_nodes, trust
+from tetris_sglang.drafting import (
+    CalibrateRequests,
+    ChainGrower,
+    Proposal,
+    TreeGrower,
+    count_nodes,
+    trust_all,
+)
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.catch_up import MissedTokens
 from tetris_sglang.runtime.windows import (
@@ -69,7 +76,7 @@ class ModelDraft:
     """
 
     shift = 0
-    calibrate: Calibrate = staticmethod(trust)
+    calibrate: CalibrateRequests = staticmethod(trust_all)
     """What the draft's probabilities are worth."""
     target_state_size: int | None = None
     """Values of the target's state that the draft reads with a token; None: none."""
@@ -279,7 +286,9 @@ class ModelDraft:
         first.out_cache_loc = places.window_slots.reshape(-1)
         output = forward(first, self.draft_runner.attn_backend)
         tokens, probs = self._most_likely(output.next_token_logits, temperatures)
-        grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, self.calibrate)
+        grower = (ChainGrower if branches == 1 else TreeGrower)(
+            tokens, probs, self.calibrate(first.req_pool_indices)
+        )
         states = output.hidden_states
         if states is not None:
             states = states[:, None].expand(-1, branches, -1)

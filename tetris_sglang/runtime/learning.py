@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting import Grid, Proposal
+from tetris_sglang.drafting import Calibrate, Grid, Proposal
 from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.selection import Calibration, chain_outcomes, tree_outcomes
+from tetris_sglang.selection import AcceptanceHistory, Calibration, chain_outcomes, tree_outcomes
 
 _MOST_STEPS = 8
 _MOST_REQUESTS = 128
@@ -45,25 +45,35 @@ def judge_nodes(proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify
 
 
 class AcceptanceLearner:
-    """Feeds a `Calibration` with every step's outcomes. No sync.
+    """Feeds a `Calibration` and an `AcceptanceHistory` with every step's outcomes. No sync.
 
     Args:
         calibration: refreshed with every few steps.
+        history: of all request slots; refreshed with every step.
         copies: whether a proposal's tensors are overwritten by the next step's (captured passes).
     """
 
-    def __init__(self, calibration: Calibration, copies: bool) -> None:
-        self.calibration, self._copies = calibration, copies
+    def __init__(self, calibration: Calibration, history: AcceptanceHistory, copies: bool) -> None:
+        self.calibration, self.history, self._copies = calibration, history, copies
         self._steps: list[tuple[Tensor, ...]] = []
         self._num_requests = 0
 
-    def add(self, proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify_lens: Tensor) -> None:
+    def calibrate(self, rows: Tensor) -> Calibrate:
+        """How to calibrate drafts of the requests in these slots [batch]. CUDA-graph safe."""
+        offsets = self.history.offsets(rows)
+        return lambda probs, depths: self.calibration.apply(probs, depths, offsets)
+
+    def add(
+        self, proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify_lens: Tensor, rows: Tensor
+    ) -> None:
         """Take in one step.
 
         Args:
-            verify_lens: [batch], selected drafts and the root.
+            verify_lens: [batch], selected drafts and the root. rows: [batch], the requests' slots.
         """
         judged, probs = judge_nodes(proposal, grid, accepted, verify_lens), proposal.probs
+        calibrated = self.calibration.apply(probs, judged.depths)
+        self.history.observe(rows, calibrated, judged.reached, judged.accepted)
         if self._copies:
             probs = probs.clone()
         self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
@@ -80,4 +90,8 @@ class AcceptanceLearner:
     def summarise(self) -> dict[str, float]:
         """For /server_info. Sync: copies to the host."""
         reliability = self.calibration.reliability()
-        return {"calibration_error": reliability.error, "calibration_error_raw": reliability.raw_error}
+        return {
+            "calibration_error": reliability.error,
+            "calibration_error_raw": reliability.raw_error,
+            "history_gain": self.history.gain,
+        }

@@ -9,7 +9,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from torch import Tensor
 
-from tetris_sglang.drafting import Calibrate, Proposal, merge_branches, propose_by_lookup, trust
+from tetris_sglang.drafting import CalibrateRequests, Proposal, merge_branches, propose_by_lookup, trust_all
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.windows import Window, make_draft_input
 
@@ -28,7 +28,7 @@ class NgramDraft:
     """
 
     target_hidden_mode = CaptureHiddenMode.NULL
-    calibrate: Calibrate = staticmethod(trust)
+    calibrate: CalibrateRequests = staticmethod(trust_all)
 
     def __init__(self, *, topk: int, num_draft_tokens: int) -> None:
         self._topk, self._width = topk, num_draft_tokens
@@ -77,7 +77,9 @@ class NgramDraft:
             branches=self._topk,
             window=window,
         )
-        return merge_branches(found.tokens, found.probs, self.count_nodes(depth), self.calibrate)
+        return merge_branches(
+            found.tokens, found.probs, self.count_nodes(depth), self.calibrate(batch.req_pool_indices)
+        )
 
     def after_verify(
         self, batch, accepted: AcceptedTokens, hidden_states: None, qo_indptr: Tensor

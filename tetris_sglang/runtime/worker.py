@@ -46,7 +46,7 @@ from tetris_sglang.runtime.verify import (
     graph_tier,
     sample_target,
 )
-from tetris_sglang.selection import Calibration
+from tetris_sglang.selection import AcceptanceHistory, Calibration
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +80,7 @@ class TetrisWorker(BaseSpecWorker):
         else:
             worker_class = HeadDraft if kind in HEADS else StandaloneDraft
             self._draft = self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
-        self.learner = None
-        if self.config.calibration:
-            calibration = Calibration(self.speculative_num_steps, self.device, refresh_every=1)
-            self._draft.calibrate = calibration.apply
-            self.learner = AcceptanceLearner(calibration, copies=self.device == "cuda")
-        self.recorder = None
+        self.learner = self.recorder = None
         if kind == STANDALONE:
             StandaloneWorkerV2._validate_vocab_compatibility(
                 self,
@@ -118,6 +113,13 @@ class TetrisWorker(BaseSpecWorker):
             self._draft.alloc_history(pool)
         else:
             self._draft.alloc_missed(pool)
+        if self.config.calibration:
+            self.learner = AcceptanceLearner(
+                Calibration(self.speculative_num_steps, self.device, refresh_every=1),
+                AcceptanceHistory(len(pool.req_to_token), self.device),
+                copies=self.device == "cuda",
+            )
+            self._draft.calibrate = self.learner.calibrate
         if self.config.record is not None:
             self.recorder = StepRecorder(
                 self.config,
@@ -154,6 +156,8 @@ class TetrisWorker(BaseSpecWorker):
         self._request_weights.add_prefilled(batch.reqs)
         if self.recorder is not None:
             self.recorder.add_prefilled(batch.reqs, batch.req_pool_indices)
+        if self.learner is not None:
+            self.learner.history.forget(batch.req_pool_indices)
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
         input_ids = batch.input_ids
         self.planner.after_prefill()
@@ -239,7 +243,8 @@ class TetrisWorker(BaseSpecWorker):
                 self.recorder.add(proposal, grid, accepted, packed.verify_lens, batch.req_pool_indices)
             if proposal is not None:
                 if self.learner is not None:
-                    self.learner.add(proposal, grid, accepted, packed.verify_lens)
+                    rows = batch.req_pool_indices
+                    self.learner.add(proposal, grid, accepted, packed.verify_lens, rows)
                 next_draft_input = self._draft.after_verify(batch, accepted, hidden_states, packed.qo_indptr)
             else:
                 with self._draft_context():

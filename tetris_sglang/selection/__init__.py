@@ -15,11 +15,13 @@ from tetris_sglang.selection.calibration import (
     chain_outcomes,
     tree_outcomes,
 )
+from tetris_sglang.selection.history import AcceptanceHistory
 from tetris_sglang.selection.reference import select_prefixes_reference
 from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_probs
 
 __all__ = [
     "SMALLEST_SURVIVAL",
+    "AcceptanceHistory",
     "Calibration",
     "Outcomes",
     "Reliability",

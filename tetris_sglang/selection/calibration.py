@@ -149,14 +149,15 @@ class Calibration:
         self._lines[:, 0] = 1
         self._decay = torch.tensor(decay, device=device)
 
-    def apply(self, probs: Tensor, depths: int | Tensor) -> Tensor:
+    def apply(self, probs: Tensor, depths: int | Tensor, offsets: Tensor | None = None) -> Tensor:
         """The calibrated probability that a token is accepted, given that everything before it is.
 
-        Non-decreasing in probs at each depth, up to rounding. Before any observation: probs, up to rounding.
+        Non-decreasing in probs at each depth and offset, up to rounding. Before any observation: probs, up to rounding.
 
         Args:
-            probs: any shape, float32, the draft's probability of each token given those before it.
+            probs: [batch, ...] float32, the draft's probability of each token given those before it.
             depths: from 1 to max_depth: of all of them, or int64 to be broadcast against probs (not checked).
+            offsets: [batch] float32, what a request adds to its log-odds, see `AcceptanceHistory`; default: none.
         Returns:
             float32 in [0, 1], the shape of probs; NaN becomes 0.
         Raises:
@@ -169,6 +170,8 @@ class Calibration:
         segments = torch.bucketize(probs.contiguous(), self._centre_probs) + depths * (NUM_BINS + 1)
         slopes, intercepts = torch.nn.functional.embedding(segments, self._lines).unbind(-1)
         log_odds = torch.addcmul(intercepts, slopes, probs.logit(_EPSILON))
+        if offsets is not None:
+            log_odds += offsets.view(-1, *[1] * (probs.ndim - 1))
         return log_odds.sigmoid_().nan_to_num_(nan=0.0)
 
     def observe(self, probs: Tensor, depths: Tensor, reached: Tensor, accepted: Tensor) -> None:
