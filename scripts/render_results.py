@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +37,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def draw_throughput(cell: Cell) -> str:
+    return f"{cell.throughput}{', loses' if cell.throughput.loses else ''}"
+
+
 class Comparison:
     """One JSON of `tetris-sglang bench`."""
 
@@ -57,6 +61,12 @@ class Comparison:
 
     def best(self, load, **wanted) -> Cell | None:
         return max(self.find(load, **wanted), key=lambda cell: cell.throughput.median, default=None)
+
+    def compare_at_every_k(self, load) -> Iterator[tuple[Cell, list[Cell]]]:
+        """STANDALONE's cell and TETRIS's with 1, 2 and 3 extra drafts, as far as there are any."""
+        for k in sorted({arm.k for arm in self.arms.values() if arm.family == "standalone"}):
+            rivals = [self.best(load, family="tetris", k=k, extra=extra) for extra in (1, 2, 3)]
+            yield self.best(load, family="standalone", k=k), rivals
 
     def setting(self, cell: Cell) -> str:
         arm = self.arms[cell.arm]
@@ -81,7 +91,7 @@ class Comparison:
     def _describe(self, cell: Cell | None) -> str:
         if cell is None:
             return ""
-        text = f"{cell.throughput}{', loses' if cell.throughput.loses else ''}"
+        text = draw_throughput(cell)
         if self.arms[cell.arm].family == "auto":
             return (
                 f"{text}; {cell.verified_per_step - 1:.1f} verified, {cell.success_rate:.2f} accepted"
@@ -99,10 +109,14 @@ class Comparison:
         return "".join(lines)
 
 
-def capacity() -> str:
+def capacity(name: str) -> Callable[[], str]:
     """The automatic capacity beside the best of the others, and whether it reaches its goals."""
-    comparison = Comparison("capacity.json")
-    return comparison.summary() + "\n" + comparison.verdicts()
+
+    def render() -> str:
+        comparison = Comparison(name)
+        return comparison.summary() + "\n" + comparison.verdicts()
+
+    return render
 
 
 def fixed() -> str:
@@ -119,7 +133,7 @@ def fixed() -> str:
     rows = [["no speculation", *("1" for _ in loads)]]
     for title, wanted in chosen:
         cells = [comparison.best(load, **wanted) for load in loads]
-        rows.append([title, *(f"{c.throughput}{', loses' if c.throughput.loses else ''}" for c in cells)])
+        rows.append([title, *(draw_throughput(cell) for cell in cells)])
     for title, family in (
         ("STANDALONE, the best of all k", "standalone"),
         ("TETRIS, the best of all settings", "tetris"),
@@ -150,7 +164,7 @@ def drafts(name: str) -> Callable[[], str]:
             rows = [
                 [
                     cell.arm,
-                    f"{cell.throughput}{', loses' if cell.throughput.loses else ''}",
+                    draw_throughput(cell),
                     f"{cell.success_rate:.3f}",
                     f"{cell.accept_length:.2f}",
                     f"{cell.identical[0]}/{cell.identical[1]}",
@@ -170,14 +184,13 @@ def paper_gain() -> str:
     comparison = Comparison("serving.json")
     blocks = []
     for load in comparison.loads:
-        rows = []
-        for k in sorted({arm.k for arm in comparison.arms.values() if arm.family == "standalone"}):
-            base = comparison.best(load, family="standalone", k=k)
-            gains = []
-            for extra in (1, 2, 3):
-                cell = comparison.best(load, family="tetris", k=k, extra=extra)
-                gains.append(f"{cell.throughput.median / base.throughput.median - 1:+.1%}" if cell else "")
-            rows.append([str(k), *gains])
+        rows = [
+            [
+                str(comparison.arms[base.arm].k),
+                *(f"{c.throughput.median / base.throughput.median - 1:+.1%}" if c else "" for c in rivals),
+            ]
+            for base, rivals in comparison.compare_at_every_k(load)
+        ]
         blocks.append(table([f"k, at {load}", "1 extra draft", "2", "3"], rows))
     return "\n".join(blocks)
 
@@ -186,16 +199,19 @@ def paper_success() -> str:
     """Success rates by k and extra drafts, at the largest load."""
     comparison = Comparison("serving.json")
     load = comparison.loads[-1]
-    rows = []
-    for k in sorted({arm.k for arm in comparison.arms.values() if arm.family == "standalone"}):
-        base = comparison.best(load, family="standalone", k=k)
-        rates = [comparison.best(load, family="tetris", k=k, extra=extra) for extra in (1, 2, 3)]
-        points = [
-            f"{c.success_rate:.3f} ({100 * (c.success_rate - base.success_rate):+.1f} points)"
-            for c in rates
-            if c
+    rows = [
+        [
+            str(comparison.arms[base.arm].k),
+            f"{base.success_rate:.3f}",
+            *(
+                f"{c.success_rate:.3f} ({100 * (c.success_rate - base.success_rate):+.1f} points)"
+                if c
+                else ""
+                for c in rivals
+            ),
         ]
-        rows.append([str(k), f"{base.success_rate:.3f}", *points])
+        for base, rivals in comparison.compare_at_every_k(load)
+    ]
     return table([f"k, at {load}", "STANDALONE", "1 extra draft", "2", "3"], rows)
 
 
@@ -262,7 +278,7 @@ def replay_rules(capacity: float) -> Callable[[], str]:
             rates = [f"{found[rule]['success_rate']:.3f}" for rule in RULES]
             in_hindsight = f"{hindsight[name]:.3f}" if name in hindsight else ""
             rows.append([name, *rates, f"{found[TETRIS]['promised']:.3f}", in_hindsight])
-        return table([f"k = {capacity:g}", *RULES, "promised", "in hindsight"], rows)
+        return table([f"k = {capacity:g}", *RULES, "promised", "without histories, in hindsight"], rows)
 
     return render
 
@@ -291,7 +307,9 @@ def simulation() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "capacity": capacity,
+    "capacity": capacity("capacity.json"),
+    "capacity-perfect": capacity("capacity_perfect.json"),
+    "capacity-useless": capacity("capacity_useless.json"),
     "fixed": fixed,
     "drafts": drafts("drafts.json"),
     "heads": drafts("heads.json"),

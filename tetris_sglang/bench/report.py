@@ -186,16 +186,14 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
         by_load.setdefault(cell.load, []).append(cell)
     best = [max(cells, key=lambda c: c.throughput.median) for cells in by_load.values()]
 
-    def compare_auto(
-        share: float, families: Sequence[str], of: Sequence[Cell]
-    ) -> list[tuple[str, bool, str]]:
+    def compare_auto(share: float, families: Sequence[str], of: Sequence[Cell]) -> list[_Check]:
         """Of each automatic cell, whether it reaches this share of the best of its rivals and no speculation."""
         compared = []
         for cell in of:
             rivals = [c for c in cells if family_of(c) in families and place_of(c) == place_of(cell)]
             rival = max((c.throughput.median for c in rivals), default=1.0)
             reached = cell.throughput.median / max(rival, 1.0)
-            compared.append((_name(cell), round(reached, 2) >= share, f"{reached:.2f}"))
+            compared.append(_Check(_name(cell), round(reached, 2) >= share, reached, f"{reached:.2f}"))
         return compared
 
     auto = [c for c in cells if family_of(c) == "auto"]
@@ -221,9 +219,10 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
         _verdict(
             "verification success rate above STANDALONE's at equal k, where requests share a capacity",
             [
-                (
+                _Check(
                     _name(t),
                     t.success_rate > s.success_rate,
+                    t.success_rate - s.success_rate,
                     f"{t.success_rate:.3f} against {s.success_rate:.3f}",
                 )
                 for t, s in at_equal_k
@@ -238,12 +237,20 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
         ),
         _verdict(
             "throughput above no speculation with the best fixed capacity",
-            [(_name(c), not c.throughput.loses, f"{c.throughput.median:.2f}") for c in best],
+            [
+                _Check(_name(c), not c.throughput.loses, c.throughput.median, f"{c.throughput.median:.2f}")
+                for c in best
+            ],
         ),
         _verdict(
             "greedy outputs equal to those without speculation",
             [
-                (_name(c), c.identical[0] == c.identical[1], f"{c.identical[0]} of {c.identical[1]}")
+                _Check(
+                    _name(c),
+                    c.identical[0] == c.identical[1],
+                    c.identical[0] / c.identical[1],
+                    f"{c.identical[0]} of {c.identical[1]}",
+                )
                 for c in tetris
                 if c.identical
             ],
@@ -257,11 +264,26 @@ def read_arm(described: dict[str, Any]) -> Arm:
     return Arm(**described)
 
 
-def _compare_throughput(pairs: Iterable[tuple[Cell, Cell]]) -> list[tuple[str, bool, str]]:
+class _Check(NamedTuple):
+    """One cell's."""
+
+    name: str
+    holds: bool
+    rank: float
+    """The smaller, the worse."""
+    detail: str
+
+
+_MOST_NAMED = 4
+"""Failing cells of a verdict; the tables have them all."""
+
+
+def _compare_throughput(pairs: Iterable[tuple[Cell, Cell]]) -> list[_Check]:
     return [
-        (
+        _Check(
             _name(mine),
             mine.throughput.median >= other.throughput.median,
+            mine.throughput.median / other.throughput.median,
             f"{mine.throughput.median:.2f} against {other.throughput.median:.2f}",
         )
         for mine, other in pairs
@@ -272,12 +294,19 @@ def _name(cell: Cell) -> str:
     return f"{cell.arm} at {cell.load}" + (f", temperature {cell.temperature:g}" if cell.temperature else "")
 
 
-def _verdict(expectation: str, checks: Iterable[tuple[str, bool, str]]) -> Verdict | None:
-    checks = list(checks)
-    failed = [f"{name}: {detail}" for name, holds, detail in checks if not holds]
+def _verdict(expectation: str, checks: Sequence[_Check]) -> Verdict | None:
+    """None where there is nothing to check."""
     if not checks:
         return None
-    return Verdict(expectation, not failed, "; ".join(failed) or f"in all {len(checks)} cells")
+    failed = sorted((check for check in checks if not check.holds), key=lambda check: check.rank)
+    named = "; ".join(f"{check.name}: {check.detail}" for check in failed[:_MOST_NAMED])
+    if not failed:
+        detail = f"in all {len(checks)} cells"
+    elif len(failed) > _MOST_NAMED:
+        detail = f"in {len(failed)} of {len(checks)} cells, the worst: {named}"
+    else:
+        detail = named
+    return Verdict(expectation, not failed, detail)
 
 
 # -- tables --------------------------------------------------------------------------------------------------

@@ -70,9 +70,7 @@ def _is_faster_now(cached: PassTimes, target_worker, draft, num_draft_tokens: in
     """Whether the cached times were taken beside other work. Slower ones stay: real steps show when a device is busy."""
     rows = max(size for size in cached.target_s if size <= _ROWS_TO_CHECK)
     runner = target_worker.model_runner
-    requests = min(runner.req_to_token_pool.size, -(-rows // 2))
-    context = min(_CONTEXT_TOKENS, runner.model_config.context_len // 4)
-    run = _target_pass(target_worker, draft, requests, rows, num_draft_tokens, context)
+    run = _target_pass(target_worker, draft, rows, num_draft_tokens, _short_context(runner))
     run()
     fastest = min(_time(run, runner.device) for _ in range(_ROUNDS))
     return fastest < _FASTER * cached.target_s[rows]
@@ -85,16 +83,12 @@ def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int) -
     """
     runner = target_worker.model_runner
     max_batch_size = runner.req_to_token_pool.size
-    context = min(_CONTEXT_TOKENS, runner.model_config.context_len // 4)
+    context = _short_context(runner)
     long_context = min(_LONG_CONTEXT_TOKENS, runner.model_config.context_len // 2)
     further = 0 if draft is None else min(_DRAFT_DEPTH, draft.speculative_num_steps) - 1
 
-    def count_requests(rows: int) -> int:
-        return min(max_batch_size, -(-rows // 2))
-
     def target_pass(rows: int, context_tokens: int) -> Callable[[], None]:
-        requests = count_requests(rows)
-        return _target_pass(target_worker, draft, requests, rows, num_draft_tokens, context_tokens)
+        return _target_pass(target_worker, draft, rows, num_draft_tokens, context_tokens)
 
     passes: dict[tuple[str, int], Callable[[], None]] = {}
     for rows in _powers_of_two(min(max_rows, runner.max_total_num_tokens)):
@@ -132,7 +126,7 @@ def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int) -
     if long_context > context:
         for rows, seconds in times("context").items():
             short = target_s.get(rows, seconds)
-            context_s = max(seconds - short, 0.0) / (count_requests(rows) * (long_context - context))
+            context_s = max(seconds - short, 0.0) / (_count_requests(runner, rows) * (long_context - context))
     return PassTimes(target_s, window_s, branch_s or dict.fromkeys(window_s, 0.0), context_s)
 
 
@@ -146,10 +140,20 @@ def _time(run: Callable[[], None], device: str) -> float:
     return time.perf_counter() - started_at
 
 
+def _count_requests(runner, rows: int) -> int:
+    """Of a timed pass: every one has a draft."""
+    return min(runner.req_to_token_pool.size, -(-rows // 2))
+
+
+def _short_context(runner) -> int:
+    return min(_CONTEXT_TOKENS, runner.model_config.context_len // 4)
+
+
 def _target_pass(
-    target_worker, draft, requests: int, rows: int, num_draft_tokens: int, context_tokens: int
+    target_worker, draft, rows: int, num_draft_tokens: int, context_tokens: int
 ) -> Callable[[], None]:
     runner = target_worker.model_runner
+    requests = _count_requests(runner, rows)
     batch = _made_up_batch(runner, requests, context_tokens)
     device = batch.seq_lens.device
     hidden_mode = CaptureHiddenMode.NULL if draft is None else draft.target_hidden_mode
