@@ -56,6 +56,8 @@ def test_it_says_what_it_believes(auto, mixed_prompts):
         assert math.isfinite(state[name]) and state[name] > 0
     # Greedy acceptance of this draft is higher than its own probabilities; calibration has noticed.
     assert state["calibration_error"] < state["calibration_error_raw"]
+    # Requests' histories were looked at: 1 is what is believed before that.
+    assert 0 <= state["history_gain"] <= 1.5 and state["history_gain"] != 1
     for name in ("predicted", "measured"):
         assert 0 < auto.metric(f"sglang:tetris_step_time_{name}_seconds") < 60
 

@@ -177,7 +177,7 @@ def test_markdown_holds_provenance_tables_and_what_was_unavailable(results):
     assert "| tetris k=4+2 | 0.85 (0.80..0.90) loses |" in text
     shares = "3 (30.0%) | 1 (10.0%) | 4 (40.0%) | 1 (10.0%) | 1 (10.0%)"
     assert f"| tetris k=4+2 | concurrency 16 | {shares} |" in text
-    assert "unavailable: random k=4+2 (out of memory)" in text
+    assert "not measured: random k=4+2 (out of memory)" in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| tetris k=4+2 | 1.55")}
     assert widths == {len(report._COLUMNS) + 1}
 
@@ -245,12 +245,14 @@ def test_poisson_arrivals_are_cells_of_their_own(results):
     assert "## Temperature 0, 0.5 requests/s" in report.render_markdown(results)
 
 
-@pytest.mark.parametrize("name", ["serving", "drafts", "capacity"])
+@pytest.mark.parametrize("name", ["serving", "drafts", "heads", "capacity", "capacity_useless"])
 def test_the_shipped_results_can_be_rendered(name, tmp_path):
     results = json.loads((RESULTS / f"{name}.json").read_text())
     markdown, picture = command.write_reports(results, tmp_path / f"{name}.json")
     text = markdown.read_text()
-    assert all(f"| {arm} | " in text for arm in results["arms"] if arm not in results["unavailable"])
+    unmeasured = report.find_unmeasured(results)
+    assert all(f"| {arm} | " in text for arm in results["arms"].keys() - unmeasured)
+    assert all(f"- not measured: {arm} ({reason})" in text for arm, reason in unmeasured.items())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -341,3 +343,49 @@ def test_goals_of_the_automatic_capacity():
     assert (fixed.holds, fixed.detail) == (False, "auto useless D=6 at concurrency 1: 0.97")
     others = verdicts["automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on"]
     assert others.holds and others.detail == "in all 1 cells"
+
+
+def judge_throughput(ratios: dict[str, float], arms: dict[str, dict]) -> dict[str, report.Verdict]:
+    samples = [
+        make_sample(arm, tokens_per_s=100 * ratio, concurrency=4)
+        for arm, ratio in {"none": 1.0, **ratios}.items()
+    ]
+    cells = report.build_cells(samples)
+    return {v.expectation: v for v in report.judge(cells, {"none": {"family": "none"}} | arms)}
+
+
+def test_where_every_draft_is_wrong_choosing_is_not_judged():
+    """But the automatic capacity is: it must not lose by much."""
+    arms = {
+        "standalone useless k=2": {"family": "standalone", "k": 2, "draft": "useless"},
+        "tetris useless k=2+1": {"family": "tetris", "k": 2, "extra": 1, "draft": "useless"},
+        "auto useless D=6": {"family": "auto", "num_steps": 6, "draft": "useless"},
+    }
+    verdicts = judge_throughput(dict(zip(arms, (0.6, 0.5, 0.99), strict=True)), arms)
+    assert list(verdicts) == [
+        "automatic capacity at least 0.98 of no speculation",
+        "automatic capacity at least 0.98 of the best fixed one, and of no speculation",
+        "greedy outputs equal to those without speculation",
+    ]
+    assert all(verdict.holds for verdict in verdicts.values())
+
+
+def test_of_many_cells_that_fail_the_worst_are_named():
+    ratios = {f"tetris k={k}+1": 1.0 - 0.1 * k for k in (3, 1, 5, 2, 4)}
+    arms = {name: {"family": "tetris", "k": int(name[9]), "extra": 1} for name in ratios}
+    arms |= {f"standalone k={k}": {"family": "standalone", "k": k} for k in range(1, 6)}
+    ratios |= {f"standalone k={k}": 1.0 for k in range(1, 6)}
+    verdict = judge_throughput(ratios, arms)["throughput at least STANDALONE's at equal k"]
+    named = "; ".join(
+        f"tetris k={k}+1 at concurrency 4: {1 - 0.1 * k:.2f} against 1.00" for k in (5, 4, 3, 2)
+    )
+    assert verdict.detail == f"in 5 of 5 cells, the worst: {named}"
+
+
+def test_an_interrupted_run_says_what_it_did_not_come_to(results):
+    del results["samples"][2:]
+    results["unavailable"] = {"adaptive eagle": "needs a GPU"}
+    left = results["arms"].keys() - {sample["arm"] for sample in results["samples"]}
+    assert left
+    expected = {arm: "the run ended before it" for arm in left} | results["unavailable"]
+    assert report.find_unmeasured(results) == expected

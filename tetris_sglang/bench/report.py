@@ -172,7 +172,9 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
 
     standalone = {(place_of(c), arms[c.arm]["k"]): c for c in cells if family_of(c) == "standalone"}
     full = {(place_of(c), arms[c.arm]["k"]): c for c in cells if family_of(c) == "full"}
-    tetris = [c for c in cells if family_of(c) == "tetris"]
+    fixed = [c for c in cells if family_of(c) == "tetris"]
+    # Where every draft is wrong there is nothing to choose.
+    tetris = [c for c in fixed if arms[c.arm].get("draft") != "useless"]
     at_equal_k, of_equal_drafts = [], []
     for cell in tetris:
         arm = read_arm(arms[cell.arm])
@@ -201,7 +203,7 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
         _verdict("automatic capacity at least 0.98 of no speculation", compare_auto(0.98, (), auto)),
         _verdict(
             "automatic capacity at least 0.98 of the best fixed one, and of no speculation",
-            compare_auto(0.98, ("tetris",), auto) if tetris else [],
+            compare_auto(0.98, ("tetris",), auto) if fixed else [],
         ),
         _verdict(
             "automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on",
@@ -251,7 +253,7 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
                     c.identical[0] / c.identical[1],
                     f"{c.identical[0]} of {c.identical[1]}",
                 )
-                for c in tetris
+                for c in fixed
                 if c.identical
             ],
         ),
@@ -409,8 +411,8 @@ def print_tables(results: Results, console: Console) -> None:
     for verdict in judge(cells, results["arms"]):
         mark = "[green]holds[/]" if verdict.holds else "[red]fails[/]"
         console.print(f"{mark}  {verdict.expectation}: {verdict.detail}", highlight=False)
-    for arm, reason in results["unavailable"].items():
-        console.print(Text.assemble(("unavailable", "yellow"), f"  {arm}: {reason}"))
+    for arm, reason in find_unmeasured(results).items():
+        console.print(Text.assemble(("not measured", "yellow"), f"  {arm}: {reason}"))
 
 
 def _print_phases(cells: Sequence[Cell], console: Console) -> None:
@@ -480,8 +482,15 @@ def render_markdown(results: Results) -> str:
         f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})"
         for v in judge(cells, results["arms"])
     ]
-    lines += [f"- unavailable: {arm} ({reason})" for arm, reason in results["unavailable"].items()]
+    lines += [f"- not measured: {arm} ({reason})" for arm, reason in find_unmeasured(results).items()]
     return "\n".join(lines) + "\n"
+
+
+def find_unmeasured(results: dict[str, Any]) -> dict[str, str]:
+    """Arms without a sample, and why: what they lack, or that the run has not come to them (`--resume` goes on)."""
+    measured = {sample["arm"] for sample in results["samples"]}
+    interrupted = {arm: "the run ended before it" for arm in results["arms"] if arm not in measured}
+    return interrupted | results["unavailable"]
 
 
 def describe_machine(provenance: dict[str, Any]) -> str:
