@@ -64,15 +64,15 @@ class AcceptanceHistory:
 
     def forget(self, rows: Tensor) -> None:
         """These slots [n] belong to new requests. Sync: none."""
-        self._sums[:, rows] = 0
-        self._intercepts[rows] = 0
+        self._sums.index_fill_(1, rows, 0)
+        self._intercepts.index_fill_(0, rows, 0)
 
     def offsets(self, rows: Tensor) -> Tensor:
         """What to add to the log-odds of the requests in these slots [batch], float32.
 
         Sync: none; CUDA-graph safe: what it reads is updated in place.
         """
-        return self._intercepts[rows] * self._gain
+        return self._intercepts.index_select(0, rows) * self._gain
 
     def observe(self, rows: Tensor, probs: Tensor, reached: Tensor, accepted: Tensor) -> None:
         """Count a step.
@@ -83,19 +83,19 @@ class AcceptanceHistory:
             reached, accepted: [batch, n] bool, see `Outcomes`.
         Sync: none.
         """
-        surprise = (accepted.float() - probs).where(reached, 0).sum(dim=1)
-        information = (probs * (1 - probs)).where(reached, 0).sum(dim=1)
-        evidence = torch.stack((surprise, information))
+        # Few operations: there is one small tensor to a step, so each costs what it takes to launch.
+        judged = torch.stack((accepted.to(probs.dtype) - probs, probs - probs * probs))
+        evidence = judged.mul_(reached).sum(dim=2)
 
-        intercepts = self._intercepts[rows]
-        worth = evidence * torch.stack((intercepts, intercepts.square()))
-        self._gain_sums.mul_(self._gain_decay ** reached.sum()).add_(worth.sum(dim=1))
-        gain = (self._gain_sums[0] + self._gain_prior) / (self._gain_sums[1] + self._gain_prior)
-        self._gain.copy_(gain.clamp_(0, _LARGEST_GAIN))
+        intercepts = self._intercepts.index_select(0, rows)
+        worth = (evidence * torch.stack((intercepts, intercepts * intercepts))).sum(dim=1)
+        self._gain_sums.mul_(self._gain_decay ** reached.sum()).add_(worth)
+        over, under = (self._gain_sums + self._gain_prior).unbind()
+        torch.div(over, under, out=self._gain).clamp_(0, _LARGEST_GAIN)
 
-        sums = self._sums[:, rows] * self._step_decay + evidence
-        self._sums[:, rows] = sums
-        self._intercepts[rows] = sums[0] / (sums[1] + self._least_information)
+        sums = self._sums.index_select(1, rows).mul_(self._step_decay).add_(evidence)
+        self._sums.index_copy_(1, rows, sums)
+        self._intercepts.index_copy_(0, rows, sums[0] / (sums[1] + self._least_information))
 
     @property
     def gain(self) -> float:
