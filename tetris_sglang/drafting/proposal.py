@@ -30,7 +30,6 @@ class TreeShape(NamedTuple):
 Calibrate = Callable[[Tensor, "int | Tensor"], Tensor]
 """(probs, depths) -> how likely such tokens are accepted, given that those before them are; see selection.Calibration."""
 
-
 CalibrateRequests = Callable[[Tensor], Calibrate]
 """Slots [batch] of the requests that `probs` [batch, ...] will be about -> how to calibrate these."""
 
@@ -41,6 +40,7 @@ def trust(probs: Tensor, depths: int | Tensor) -> Tensor:
 
 
 def trust_all(rows: Tensor) -> Calibrate:
+    """No calibration, whichever requests they are."""
     return trust
 
 
