@@ -77,8 +77,8 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     refresh_every, calibration.refresh_every = calibration.refresh_every, sys.maxsize
     history, rows = AcceptanceHistory(batch, device), torch.arange(batch, device=device)
     parts: dict[str, Callable[[], object]] = {
-        "apply_level": lambda: calibration.apply(probs[:, 0], 1, history.offsets(rows)),
-        "apply_all": lambda: calibration.apply(probs, depths, history.offsets(rows)),
+        "apply_level": lambda: calibration.apply(probs[:, :1], 1, history.offsets(rows)[:, None]),
+        "apply_all": lambda: calibration.apply(probs, depths, history.offsets(rows)[:, None]),
         "outcomes": lambda: chain_outcomes(accept_lens, draft_lens, depth),
         "history": lambda: history.observe(rows, calibration.apply(probs, depths), *outcomes),
         "observe": lambda: calibration.observe(probs, depths, *outcomes),

@@ -9,7 +9,7 @@ then take any steps. Traces:
 
 - `standalone`: the pair's draft model, its most likely tokens;
 - `overconfident`: the same tokens, with probabilities as at temperature 1 / 3: right order within a position's
-  vocabulary, far too sure;
+  vocabulary, far too sure; `evidence` is what the request's own text says of the tokens of both (drafting/precedent.py);
 - `ngram`: n-grams of the request's own text;
 - `ngram_human`: the same on Python sources as people wrote them, held out from the pair's training, as if a target
   that writes like them were serving. The pair's target repeats itself much more than large models do.
@@ -29,7 +29,7 @@ from fit_ngram import PAIR, Text, write_texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tetris_sglang.drafting import propose_by_lookup
+from tetris_sglang.drafting import ChainGrower, find_precedent, propose_by_lookup
 
 OUT = Path(__file__).resolve().parent.parent / "tests/data/replay.npz"
 SHARPEN = 3.0
@@ -48,12 +48,12 @@ def main(
     draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).eval()
     by_model = [draft_by_model(draft, text, depth) for text in written if count_positions(text, depth) > 0]
     traces = {
-        "standalone": [(logits, accepted) for logits, _, accepted in by_model],
-        "overconfident": [(sharp, accepted) for _, sharp, accepted in by_model],
+        "standalone": [(logits, accepted) for logits, _, _, accepted in by_model],
+        "overconfident": [(sharp, accepted) for _, sharp, _, accepted in by_model],
         "ngram": draft_by_ngrams(written, depth),
         "ngram_human": draft_by_ngrams(read_sources(), depth),
     }
-    arrays = {}
+    arrays = {"evidence": torch.cat([evidence for _, _, evidence, _ in by_model]).to(torch.uint8).numpy()}
     for name, requests in traces.items():
         lens = [len(accepted) for _, accepted in requests]
         arrays[f"{name}_logits"] = torch.cat([logits for logits, _ in requests]).to(torch.float16).numpy()
@@ -81,7 +81,7 @@ def count_positions(text: Text, depth: int) -> int:
     return max(0, len(text.tokens) - depth - text.prompt_len)
 
 
-def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draft at every position at once, a pass per level.
 
     A pass reads the text and behind it all that is drafted so far, level by level; a drafted token sees the text up to its
@@ -90,6 +90,7 @@ def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tens
     Returns:
         logits: [positions, depth] float32, logit of the probability of each drafted token given those before it.
         sharp: the same with the model's logits times SHARPEN.
+        evidence: [positions, depth] int64, what the text says of the drafted tokens.
         accepted: [positions] int64, drafted tokens that equal the text.
     """
     tokens = torch.tensor(text.tokens)
@@ -125,7 +126,13 @@ def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tens
         sharp.append(logit_of(rows * SHARPEN, chosen))
     truth = tokens[lens[:, None] + torch.arange(depth)]
     accepted = (chains == truth).cumprod(dim=1).sum(dim=1)
-    return torch.stack(logits, dim=1), torch.stack(sharp, dim=1), accepted
+    precedent = find_precedent(tokens[None], torch.zeros_like(lens), lens, depth=depth)
+    # Without calibration nothing is copied.
+    grower = ChainGrower(chains[:, :1], torch.ones(positions, 1), precedent=precedent)
+    for level in range(1, depth):
+        grower.grow(chains[:, level, None, None], torch.ones(positions, 1, 1))
+    evidence = grower.finish(depth).evidence
+    return torch.stack(logits, dim=1), torch.stack(sharp, dim=1), evidence, accepted
 
 
 def logit_of(rows: Tensor, chosen: Tensor) -> Tensor:

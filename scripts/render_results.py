@@ -278,7 +278,7 @@ def replay_rules(capacity: float) -> Callable[[], str]:
             rates = [f"{found[rule]['success_rate']:.3f}" for rule in RULES]
             in_hindsight = f"{hindsight[name]:.3f}" if name in hindsight else ""
             rows.append([name, *rates, f"{found[TETRIS]['promised']:.3f}", in_hindsight])
-        return table([f"k = {capacity:g}", *RULES, "promised", "without histories, in hindsight"], rows)
+        return table([f"k = {capacity:g}", *RULES, "promised", "scores alone, in hindsight"], rows)
 
     return render
 
@@ -308,6 +308,7 @@ def simulation() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "capacity": capacity("capacity.json"),
+    "capacity-precedents": capacity("capacity_precedents.json"),
     "capacity-useless": capacity("capacity_useless.json"),
     "fixed": fixed,
     "drafts": drafts("drafts.json"),

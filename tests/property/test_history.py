@@ -131,11 +131,11 @@ def test_requests_that_do_not_differ_cost_next_to_nothing():
 def test_offsets_shift_log_odds_of_their_own_request():
     calibration = Calibration(DEPTH)
     probs = torch.tensor([[0.5, 0.9], [0.5, 0.9]])
-    shifted = calibration.apply(probs, torch.tensor([1, 2]), torch.tensor([0.0, 1.0]))
+    shifted = calibration.apply(probs, torch.tensor([1, 2]), torch.tensor([[0.0], [1.0]]))
     torch.testing.assert_close(shifted[0], probs[0])
     torch.testing.assert_close(shifted[1], (probs[1].logit() + 1).sigmoid())
     # Branches of a tree share their request's.
-    tree = calibration.apply(probs[:, :, None].expand(2, 2, 2), 2, torch.tensor([0.0, 1.0]))
+    tree = calibration.apply(probs[:, :, None].expand(2, 2, 2), 2, torch.tensor([[[0.0]], [[1.0]]]))
     torch.testing.assert_close(tree, shifted[:, :, None].expand(2, 2, 2))
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tetris_sglang.selection import AcceptanceHistory, select_prefixes, survival_from_probs
+from tetris_sglang.drafting import INITIAL_OFFSETS
+from tetris_sglang.runtime.learning import RequestsCalibration
+from tetris_sglang.selection import AcceptanceHistory, EvidenceOffsets, select_prefixes, survival_from_probs
 from tetris_sglang.selection.calibration import Calibration, Reliability, chain_outcomes
 
 # See scripts/record_replay.py.
@@ -23,6 +25,8 @@ SEEDS = range(2)
 class Request(NamedTuple):
     probs: Tensor
     """[positions, depth] float32."""
+    evidence: Tensor
+    """[positions, depth] int64; 0 for n-grams, which have no second opinion."""
     accepted: Tensor
     """[positions] int64, if all were verified."""
 
@@ -40,11 +44,44 @@ def load(name: str) -> list[Request]:
     with np.load(TRACES) as arrays:
         probs = torch.from_numpy(arrays[f"{name}_logits"]).float().sigmoid()
         accepted = torch.from_numpy(arrays[f"{name}_accepted"]).long()
+        evidence = torch.from_numpy(arrays["evidence"]).long()
+        if name.startswith("ngram"):
+            evidence = torch.zeros(probs.shape, dtype=torch.int64)
         lens = np.diff(arrays[f"{name}_starts"]).tolist()
-    return [Request(*parts) for parts in zip(probs.split(lens), accepted.split(lens), strict=True)]
+    return [
+        Request(*parts) for parts in zip(*(t.split(lens) for t in (probs, evidence, accepted)), strict=True)
+    ]
 
 
-RAW, CALIBRATED, WITH_HISTORY = range(3)
+RAW, CALIBRATED, WITH_HISTORY, WITH_EVIDENCE = range(4)
+"""Each with what those before it have."""
+
+
+class Estimator:
+    """What serving estimates acceptance with, or a part of it."""
+
+    def __init__(self, kind: int, depth: int, slots: int) -> None:
+        self.kind, self.depths, self.rows = kind, torch.arange(1, depth + 1), torch.arange(slots)
+        self.calibration, self.history = Calibration(depth), AcceptanceHistory(slots)
+        self.evidence = EvidenceOffsets(INITIAL_OFFSETS)
+
+    def apply(self, probs: Tensor, evidence: Tensor) -> Tensor:
+        if self.kind == RAW:
+            return probs
+        offsets = self.history.offsets(self.rows)
+        return self._calibrate(
+            probs, evidence, offsets if self.kind >= WITH_HISTORY else torch.zeros_like(offsets)
+        )
+
+    def observe(self, probs: Tensor, evidence: Tensor, reached: Tensor, accepted: Tensor) -> None:
+        calibrated = self._calibrate(probs, evidence, torch.zeros(len(self.rows)))
+        self.evidence.observe(evidence, calibrated, reached, accepted)
+        self.history.observe(self.rows, calibrated, reached, accepted)
+        self.calibration.observe(probs, self.depths, reached, accepted)
+
+    def _calibrate(self, probs: Tensor, evidence: Tensor, offsets: Tensor) -> Tensor:
+        calibrate = RequestsCalibration(self.calibration, self.evidence, offsets)
+        return calibrate(probs, self.depths, evidence if self.kind >= WITH_EVIDENCE else None)
 
 
 def replay(names: list[str], kind: int, seed: int) -> Result:
@@ -58,27 +95,22 @@ def replay(names: list[str], kind: int, seed: int) -> Result:
     running = [next(waiting[slot // share]) for slot in range(SLOTS)]
     positions = [0] * SLOTS
     depth = running[0].probs.shape[1]
-    depths = torch.arange(1, depth + 1)
-    calibrations = [Calibration(depth) for _ in names]
-    histories = [AcceptanceHistory(share) for _ in names]
-    rows_of_one = torch.arange(share)
+    estimators = [Estimator(kind, depth, share) for _ in names]
     accepted_total = expected_total = steps = 0.0
     while True:
-        raw = torch.stack([running[slot].probs[positions[slot]] for slot in range(SLOTS)])
+        raw, evidence = (
+            torch.stack([running[slot][field][positions[slot]] for slot in range(SLOTS)])
+            for field in range(2)
+        )
         acceptable = torch.stack([running[slot].accepted[positions[slot]] for slot in range(SLOTS)])
-        probs = raw
-        if kind != RAW:
-            offsets = [h.offsets(rows_of_one) if kind == WITH_HISTORY else None for h in histories]
-            parts = zip(calibrations, raw.split(share), offsets, strict=True)
-            probs = torch.cat([calibration.apply(rows, depths, o) for calibration, rows, o in parts])
-        survival = survival_from_probs(probs)
+        parts = zip(estimators, raw.split(share), evidence.split(share), strict=True)
+        survival = survival_from_probs(torch.cat([e.apply(rows, kinds) for e, rows, kinds in parts]))
         draft_lens = select_prefixes(survival, CAPACITY_PER_REQUEST * SLOTS)
         accept_lens = torch.minimum(acceptable, draft_lens)
         outcomes = chain_outcomes(accept_lens, draft_lens, depth)
-        parts = zip(*(t.split(share) for t in (raw, *outcomes)), strict=True)
-        for calibration, history, (rows, *judged) in zip(calibrations, histories, parts, strict=True):
-            history.observe(rows_of_one, calibration.apply(rows, depths), *judged)
-            calibration.observe(rows, depths, *judged)
+        parts = zip(*(t.split(share) for t in (raw, evidence, *outcomes)), strict=True)
+        for estimator, part in zip(estimators, parts, strict=True):
+            estimator.observe(*part)
         steps += SLOTS
         accepted_total += int(accept_lens.sum())
         expected_total += float(survival[torch.arange(depth) < draft_lens[:, None]].sum())
@@ -90,14 +122,14 @@ def replay(names: list[str], kind: int, seed: int) -> Result:
                     return Result(
                         accepted_total / steps,
                         expected_total / steps,
-                        [calibration.reliability() for calibration in calibrations],
+                        [estimator.calibration.reliability() for estimator in estimators],
                     )
                 running[slot], positions[slot] = request, 0
-                histories[slot // share].forget(torch.tensor([slot % share]))
+                estimators[slot // share].history.forget(torch.tensor([slot % share]))
 
 
 class Comparison(NamedTuple):
-    """Means over the seeds, with the draft's own probabilities, calibrated ones, and those with the requests' histories."""
+    """Means over the seeds, by what scores are made of: RAW, CALIBRATED, WITH_HISTORY, WITH_EVIDENCE."""
 
     accepted: tuple[float, ...]
     off: tuple[float, ...]
@@ -106,14 +138,16 @@ class Comparison(NamedTuple):
     """Calibrated over raw accepted tokens - 1, per seed."""
     gains_of_history: list[float]
     """With histories over calibrated without, - 1, per seed."""
+    gains_of_evidence: list[float]
+    """With evidence and histories over histories alone, - 1, per seed."""
     reliability: list[Reliability]
     """Per trace, from the last seed; its raw error is that of what calibrated selection has reached."""
 
 
 @cache
 def compare(*names: str) -> Comparison:
-    runs = [[replay(list(names), kind, seed) for seed in SEEDS] for kind in (RAW, CALIBRATED, WITH_HISTORY)]
-    raw, calibrated, with_history = ([run.accepted_per_step for run in side] for side in runs)
+    runs = [[replay(list(names), kind, seed) for seed in SEEDS] for kind in range(WITH_EVIDENCE + 1)]
+    raw, calibrated, with_history, with_evidence = ([run.accepted_per_step for run in side] for side in runs)
     accepted, expected = (
         [sum(run[field] for run in side) / len(SEEDS) for side in runs] for field in range(2)
     )
@@ -122,6 +156,7 @@ def compare(*names: str) -> Comparison:
         tuple(abs(e / a - 1) for e, a in zip(expected, accepted, strict=True)),
         [its / own - 1 for its, own in zip(calibrated, raw, strict=True)],
         [its / own - 1 for its, own in zip(with_history, calibrated, strict=True)],
+        [its / own - 1 for its, own in zip(with_evidence, with_history, strict=True)],
         runs[1][-1].reliability,
     )
 
@@ -163,3 +198,15 @@ def test_requests_histories_help_where_requests_differ_and_harm_nowhere(name):
         assert min(found.gains_of_history) > -0.02
     else:
         assert min(found.gains_of_history) > 0.01
+
+
+@pytest.mark.parametrize("name", ["standalone", "overconfident"])
+def test_a_precedent_in_the_text_tells_what_scores_and_histories_do_not(name):
+    found = compare(name)
+    assert min(found.gains_of_evidence) > 0.03
+    assert found.off[WITH_EVIDENCE] < 0.1
+
+
+def test_without_evidence_nothing_changes():
+    """One kind for all tokens says nothing: the score's calibration has it already."""
+    assert min(compare("ngram_human").gains_of_evidence) > -0.02

@@ -41,7 +41,7 @@ def test_all_positions_at_once_are_each_position_alone(draft):
         for at in range(10, 24):
             if at % 4:
                 text.tokens[at] = int(draft(torch.tensor([text.tokens[:at]])).logits[0, -1].argmax())
-    logits, sharp, accepted = draft_by_model(draft, text, DEPTH)
+    logits, sharp, evidence, accepted = draft_by_model(draft, text, DEPTH)
     assert len(accepted) == count_positions(text, DEPTH) == 24 - DEPTH - 7
     for position in range(len(accepted)):
         known = text.tokens[: text.prompt_len + 1 + position]
@@ -56,6 +56,13 @@ def test_all_positions_at_once_are_each_position_alone(draft):
             )
             drafted.append(token)
         assert accepted[position] == count_equal(drafted, text.tokens[len(known) :])
+        (branch,) = look_up_reference(known, depth=DEPTH, branches=1, max_match=8)
+        agrees = [mine == its for mine, its in zip(drafted, branch.tokens, strict=True)]
+        for level in range(DEPTH):
+            follows = branch.match_lens[0] > 0 and all(agrees[:level])
+            # An odd kind agrees, an even one contradicts.
+            assert (evidence[position, level] > 0) == follows
+            assert not follows or (evidence[position, level] % 2 == 1) == agrees[level]
     assert {0, DEPTH} <= set(accepted.tolist())
 
 

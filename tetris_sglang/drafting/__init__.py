@@ -1,4 +1,5 @@
-"""What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them; and n-gram drafts."""
+"""What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them; n-gram drafts; and
+what the request's own text says of a draft."""
 
 from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower
 from tetris_sglang.drafting.ngram import (
@@ -16,6 +17,14 @@ from tetris_sglang.drafting.ngram_reference import (
     look_up_reference,
     propose_by_lookup_reference,
 )
+from tetris_sglang.drafting.precedent import (
+    FIRST_COPIED,
+    INITIAL_OFFSETS,
+    NUM_EVIDENCE,
+    Counsel,
+    Precedent,
+    find_precedent,
+)
 from tetris_sglang.drafting.proposal import (
     Calibrate,
     CalibrateRequests,
@@ -32,15 +41,20 @@ from tetris_sglang.drafting.proposal import (
 )
 
 __all__ = [
+    "FIRST_COPIED",
+    "INITIAL_OFFSETS",
     "LEAST_PROB",
+    "NUM_EVIDENCE",
     "PRIOR",
     "Calibrate",
     "CalibrateRequests",
     "ChainGrower",
+    "Counsel",
     "Grid",
     "Grower",
     "Lookup",
     "NgramProposal",
+    "Precedent",
     "Prior",
     "Proposal",
     "ReferenceBranch",
@@ -49,6 +63,7 @@ __all__ = [
     "ancestor_mask",
     "count_nodes",
     "estimate_probs",
+    "find_precedent",
     "look_up",
     "look_up_reference",
     "make_grid",

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tetris_sglang.drafting.precedent import Choice, Counsel, Precedent
 from tetris_sglang.drafting.proposal import Calibrate, Proposal, order_nodes, trust
 from tetris_sglang.selection.survival import as_probability
 
@@ -35,27 +36,41 @@ class Grower(Protocol):
 
 
 class ChainGrower:
-    """One branch: the draft's most likely continuation.
+    """One branch: the draft's most likely continuation, or the precedent's where that is the likelier one.
 
     Args:
         tokens, probs: [batch, 1]. calibrate: what probabilities are worth.
+        precedent: as deep as the chains will be; default: none is asked.
     """
 
     frontier_rows = None
 
-    def __init__(self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust) -> None:
-        self.frontier_tokens, self._calibrate = tokens, calibrate
-        self._tokens, self._probs = [tokens], [probs]
+    def __init__(
+        self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, precedent: Precedent | None = None
+    ) -> None:
+        self._calibrate = calibrate
+        self._counsel = None if precedent is None else Counsel(precedent, calibrate)
+        self._is_followed = None if self._counsel is None else self._counsel.exists
+        self._levels: list[tuple[Tensor, ...]] = []
+        self.grow(tokens[:, None], probs[:, None])
 
     def grow(self, tokens: Tensor, probs: Tensor) -> None:
-        self.frontier_tokens = tokens[:, 0]
-        self._tokens.append(tokens[:, 0])
-        self._probs.append(probs[:, 0])
+        if self._counsel is None:
+            level = tokens[:, 0], probs[:, 0]
+        else:
+            level = self._counsel.choose(len(self._levels), tokens, probs, self._is_followed)
+            self._is_followed = level.is_followed
+        self._levels.append(level)
+        self.frontier_tokens = level[0]
 
     def finish(self, max_nodes: int) -> Proposal:
-        tokens, probs = (torch.cat(levels, dim=1)[:, :max_nodes] for levels in (self._tokens, self._probs))
-        scores = self._calibrate(probs, torch.arange(1, probs.shape[1] + 1, device=probs.device))
-        return Proposal(tokens, scores, None, probs)
+        parts = [torch.cat(part, dim=1)[:, :max_nodes] for part in zip(*self._levels, strict=True)]
+        tokens, probs = parts[:2]
+        depths = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        if self._counsel is None:
+            return Proposal(tokens, self._calibrate(probs, depths, None), None, probs)
+        probs, scores, evidence = self._counsel.score(slice(0, len(depths)), depths, Choice(*parts))
+        return Proposal(tokens, scores, None, probs, evidence)
 
 
 class TreeGrower:
@@ -63,33 +78,57 @@ class TreeGrower:
 
     Args:
         tokens, probs: [batch, branches], the most likely first tokens. calibrate: what probabilities are worth.
+        precedent: as deep as the trees will be; default: none is asked.
     """
 
     frontier_rows: Tensor | None = None
 
-    def __init__(self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust) -> None:
+    def __init__(
+        self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, precedent: Precedent | None = None
+    ) -> None:
         batch, self._branches = tokens.shape
-        self.frontier_tokens, self._calibrate = tokens, calibrate
-        self._frontier_survival = as_probability(calibrate(probs, 1))
+        self._calibrate = calibrate
+        self._counsel = None if precedent is None else Counsel(precedent, calibrate)
+        self._is_followed = None if self._counsel is None else self._counsel.exists
         # Indices of the frontier in the concatenation of all levels.
-        self._frontier = torch.arange(self._branches, device=tokens.device).expand(batch, -1)
-        self._tokens, self._survival, self._probs = [tokens], [self._frontier_survival], [probs]
-        self._parents = [torch.full_like(self._frontier, -1)]
+        self._frontier = torch.full((batch, 1), -1, device=tokens.device)
+        self._frontier_survival = probs.new_ones(batch, 1)
+        self._tokens, self._probs, self._survival, self._parents, self._evidence = [], [], [], [], []
+        self._add(tokens[:, None], probs[:, None])
+        # The first level's nodes are all expanded, as they stand.
+        self._move_to(torch.arange(self._branches, device=tokens.device).expand(batch, -1))
 
     def grow(self, tokens: Tensor, probs: Tensor) -> None:
-        first = sum(level.shape[1] for level in self._tokens)
-        # Rounding cannot lift a child above its parent: a product with at most 1 rounds to at most the other factor.
-        scores = as_probability(self._calibrate(probs, len(self._tokens) + 1))
-        survival = (self._frontier_survival[:, :, None] * scores).flatten(1)
-        tokens = tokens.flatten(1)
-        self._tokens.append(tokens)
-        self._survival.append(survival)
-        self._probs.append(probs.flatten(1))
-        self._parents.append(self._frontier.repeat_interleave(self._branches, dim=1))
-        self._frontier_survival, chosen = survival.topk(self._branches, dim=1)
-        self._frontier = chosen + first
-        self.frontier_tokens = tokens.gather(1, chosen)
+        self._add(tokens, probs)
+        chosen = self._survival[-1].topk(self._branches, dim=1).indices
+        self._move_to(chosen)
         self.frontier_rows = chosen // self._branches
+
+    def _add(self, tokens: Tensor, probs: Tensor) -> None:
+        """Take in the frontier's children [batch, frontier, branches]."""
+        level = len(self._tokens)
+        if self._counsel is None:
+            tokens, probs = tokens.flatten(1), probs.flatten(1)
+            scores = self._calibrate(probs, level + 1, None)
+        else:
+            choice = self._counsel.choose(level, tokens, probs, self._is_followed)
+            tokens, self._is_followed = choice.tokens, choice.is_followed
+            probs, scores, evidence = self._counsel.score(slice(level, level + 1), level + 1, choice)
+            self._evidence.append(evidence)
+        # Rounding cannot lift a child above its parent: a product with at most 1 rounds to at most the other factor.
+        survival = self._frontier_survival.repeat_interleave(self._branches, dim=1) * as_probability(scores)
+        self._tokens.append(tokens)
+        self._probs.append(probs)
+        self._survival.append(survival)
+        self._parents.append(self._frontier.repeat_interleave(self._branches, dim=1))
+
+    def _move_to(self, chosen: Tensor) -> None:
+        """Make these nodes [batch, branches] of the last level the frontier."""
+        self._frontier = chosen + sum(level.shape[1] for level in self._tokens[:-1])
+        self._frontier_survival = self._survival[-1].gather(1, chosen)
+        self.frontier_tokens = self._tokens[-1].gather(1, chosen)
+        if self._is_followed is not None:
+            self._is_followed = self._is_followed.gather(1, chosen)
 
     def finish(self, max_nodes: int) -> Proposal:
         sizes = torch.tensor([level.shape[1] for level in self._tokens])
@@ -101,4 +140,5 @@ class TreeGrower:
             depths.to(self.frontier_tokens.device),
             max_nodes,
             torch.cat(self._probs, dim=1),
+            torch.cat(self._evidence, dim=1) if self._evidence else None,
         )

@@ -140,17 +140,14 @@ def look_up(
         -> match_lens [[2, 3, 4], [2, 3, 4]], agreeing [[1, 1, 1], [1, 1, 1]], known [[2, 1, 1], [1, 1, 1]]
     """
     _check(history, rows, lens, depth, branches, max_match, window, max_matches)
-    windows, known_lens = _take_windows(history, rows, lens, window)
-    starts, match_lens = _rank_occurrences(windows, known_lens, max_match, max_matches)
+    windows, known_lens = take_windows(history, rows, lens, window)
+    starts, match_lens = rank_occurrences(windows, known_lens, max_match, max_matches)
     batch, count = starts.shape
     device = history.device
 
     # From here on everything is small: [batch, count], [batch, count, depth], [batch, branches, count, depth].
-    # (Divisions in int32: a CPU takes several times longer over int64.)
     steps = torch.arange(depth, dtype=torch.int32, device=device)
-    periods = (known_lens[:, None] - starts).clamp_min_(1).to(torch.int32)[:, :, None]
-    copied_from = starts[:, :, None] + steps % periods
-    continuations = windows.gather(1, copied_from.flatten(1)).view(batch, count, depth).to(torch.int64)
+    continuations, periods = copy_on(windows, known_lens, starts, steps)
     is_known = steps < periods
 
     # Each branch copies the best occurrence that is open to it, the first one in rank: no better branch begins so.
@@ -185,6 +182,20 @@ def look_up(
         agree.sum(dim=2),
         known.sum(dim=2),
     )
+
+
+def copy_on(windows: Tensor, known_lens: Tensor, starts: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """What follows each of `starts` [batch, count] in the windows, as LZ77 copies beyond their ends.
+
+    Args:
+        steps: [depth] int32, 0, 1, ...
+    Returns:
+        [batch, count, depth] int64; periods [batch, count, 1] int32: from that step on tokens are copied once more.
+    """
+    # Divisions in int32: a CPU takes several times longer over int64.
+    periods = (known_lens[:, None] - starts).clamp_min_(1).to(torch.int32)[:, :, None]
+    copied_from = starts[:, :, None] + steps % periods
+    return windows.gather(1, copied_from.flatten(1)).view_as(copied_from).to(torch.int64), periods
 
 
 def _find_unused_ids(first_tokens: Tensor, exists: Tensor) -> Tensor:
@@ -229,7 +240,7 @@ def estimate_probs(match_lens: Tensor, agreeing: Tensor, known: Tensor, prior: P
     return probs.clamp_(LEAST_PROB, 1 - LEAST_PROB)
 
 
-def _take_windows(history: Tensor, rows: Tensor, lens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+def take_windows(history: Tensor, rows: Tensor, lens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """Each request's last tokens from column 0 on [batch, width] int32, and how many of them are known [batch] int64."""
     max_len = history.shape[1]
     known_lens = lens.to(torch.int64).clamp(1, max_len)
@@ -241,7 +252,7 @@ def _take_windows(history: Tensor, rows: Tensor, lens: Tensor, window: int | Non
     return windows.to(torch.int32), known_lens.clamp_max(window)
 
 
-def _rank_occurrences(
+def rank_occurrences(
     windows: Tensor, known_lens: Tensor, max_match: int, max_matches: int
 ) -> tuple[Tensor, Tensor]:
     """Each request's best occurrences, best first: longest match, then most recent.

@@ -9,7 +9,7 @@ request's list: the same `draft_lens` describe chains and trees.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,16 +27,41 @@ class TreeShape(NamedTuple):
     """[batch, width] int64, 0 for the root."""
 
 
-Calibrate = Callable[[Tensor, "int | Tensor"], Tensor]
-"""(probs, depths) -> how likely such tokens are accepted, given that those before them are; see selection.Calibration."""
+class Calibrate(Protocol):
+    """What a draft's probabilities are worth; see selection.Calibration and drafting.precedent."""
+
+    def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
+        """How likely such tokens are accepted, given that those before them are.
+
+        Args:
+            probs: [batch, ...] float32. depths: from 1, to be broadcast. evidence: int64 like probs; None: there is none.
+        """
+
+    def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
+        """The draft's probability with which a token with `contradicted` evidence is worth as much as one with `copied`.
+
+        Args:
+            depths: [n] int64, from 1. copied, contradicted: [batch, n] int64, kinds of evidence.
+        Returns:
+            [batch, n] float32.
+        """
+
 
 CalibrateRequests = Callable[[Tensor], Calibrate]
 """Slots [batch] of the requests that `probs` [batch, ...] will be about -> how to calibrate these."""
 
 
-def trust(probs: Tensor, depths: int | Tensor) -> Tensor:
-    """No calibration: what the draft says."""
-    return probs
+class _Trust:
+    """No calibration: what the draft says, whatever speaks against it."""
+
+    def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
+        return probs
+
+    def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
+        return torch.zeros_like(copied, dtype=torch.float32)
+
+
+trust = _Trust()
 
 
 def trust_all(rows: Tensor) -> Calibrate:
@@ -54,6 +79,8 @@ class Proposal(NamedTuple):
     """[batch, num_nodes + 1]; None: chains, node i follows node i - 1."""
     probs: Tensor | None = None
     """[batch, num_nodes] float32, the draft's own probability of each token; None: the scores are."""
+    evidence: Tensor | None = None
+    """[batch, num_nodes] int64, what the request's text says of each token, see `drafting.precedent`; None: was not asked."""
 
 
 class Grid(NamedTuple):
@@ -91,13 +118,19 @@ def count_nodes(depth: int, branches: int) -> int:
 
 
 def order_nodes(
-    tokens: Tensor, survival: Tensor, parents: Tensor, depths: Tensor, max_nodes: int, probs: Tensor
+    tokens: Tensor,
+    survival: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    max_nodes: int,
+    probs: Tensor,
+    evidence: Tensor | None = None,
 ) -> Proposal:
     """Put nodes into the order of `Proposal` and keep the first `max_nodes`.
 
     Args:
-        tokens, survival, probs: [batch, n], level by level, so that a parent stands before its children; survival at most
-            the parent's; probs as in `Proposal`.
+        tokens, survival, probs, evidence: [batch, n], level by level, so that a parent stands before its children; survival at most
+            the parent's; probs and evidence as in `Proposal`.
         parents: [batch, n] int64, index of the parent, -1 for the root.
         depths: [n] int64, from 1.
     Sync: none; CUDA-graph safe.
@@ -118,6 +151,7 @@ def order_nodes(
             torch.nn.functional.pad(parent_columns, (1, 0)), torch.nn.functional.pad(depths[order], (1, 0))
         ),
         probs.gather(1, order),
+        None if evidence is None else evidence.gather(1, order),
     )
 
 
@@ -134,7 +168,7 @@ def merge_branches(tokens: Tensor, probs: Tensor, max_nodes: int, calibrate: Cal
     """
     batch, branches, depth = tokens.shape
     device = tokens.device
-    calibrated = calibrate(probs, torch.arange(1, depth + 1, device=device))
+    calibrated = calibrate(probs, torch.arange(1, depth + 1, device=device), None)
     if branches == 1:
         return Proposal(tokens[:, 0, :max_nodes], calibrated[:, 0, :max_nodes], None, probs[:, 0, :max_nodes])
     survival = survival_from_probs(calibrated.flatten(0, 1)).view_as(probs)

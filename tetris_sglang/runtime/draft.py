@@ -34,6 +34,7 @@ from torch import Tensor
 from tetris_sglang.drafting import (
     CalibrateRequests,
     ChainGrower,
+    Precedent,
     Proposal,
     TreeGrower,
     count_nodes,
@@ -41,6 +42,7 @@ from tetris_sglang.drafting import (
 )
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.catch_up import MissedTokens
+from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.windows import (
     Window,
     advance_window,
@@ -80,6 +82,8 @@ class ModelDraft:
     """What the draft's probabilities are worth."""
     target_state_size: int | None = None
     """Values of the target's state that the draft reads with a token; None: none."""
+    texts: RequestTexts | None = None
+    """Where precedents are looked up; None: drafts are scored without."""
     captured = None
     """The captured passes (runtime/cuda/draft_graph.py), on CUDA."""
 
@@ -244,7 +248,8 @@ class ModelDraft:
         ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
         first = self._plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
         rest = self._plan_branches(batch, places, ends, ends_cpu) if depth > 1 else None
-        return self.run(first, rest, window, places, temperatures, depth, self._forward)
+        precedent = self.find_precedent(batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, depth)
+        return self.run(first, rest, window, places, temperatures, precedent, depth, self._forward)
 
     def locate(self, counts: Tensor | None, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
         """Where the passes of a step write; see `Window` and `Places`. Shapes depend on the arguments' shapes alone."""
@@ -264,6 +269,12 @@ class ModelDraft:
         branch_slots = table[rows, columns].to(torch.int64).unflatten(1, (self.topk, depth - 1))
         return Places(positions, slots, end, branch_slots)
 
+    def find_precedent(
+        self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor | None, depth: int
+    ) -> Precedent | None:
+        """See `RequestTexts.find_precedent`."""
+        return None if self.texts is None else self.texts.find_precedent(rows, seq_lens, seq_lens_cpu, depth)
+
     def run(
         self,
         first: ForwardBatch,
@@ -271,6 +282,7 @@ class ModelDraft:
         window: Window,
         places: Places,
         temperatures: Tensor,
+        precedent: Precedent | None,
         depth: int,
         forward: Callable,
     ) -> Proposal:
@@ -287,7 +299,7 @@ class ModelDraft:
         output = forward(first, self.draft_runner.attn_backend)
         tokens, probs = self._most_likely(output.next_token_logits, temperatures)
         grower = (ChainGrower if branches == 1 else TreeGrower)(
-            tokens, probs, self.calibrate(first.req_pool_indices)
+            tokens, probs, self.calibrate(first.req_pool_indices), precedent
         )
         states = output.hidden_states
         if states is not None:

@@ -7,9 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting import Calibrate, Grid, Proposal
+from tetris_sglang.drafting import FIRST_COPIED, Calibrate, Grid, Proposal
 from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.selection import AcceptanceHistory, Calibration, chain_outcomes, tree_outcomes
+from tetris_sglang.selection import (
+    AcceptanceHistory,
+    Calibration,
+    EvidenceOffsets,
+    chain_outcomes,
+    tree_outcomes,
+)
 
 _MOST_STEPS = 8
 _MOST_REQUESTS = 128
@@ -44,24 +50,52 @@ def judge_nodes(proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify
     return JudgedNodes(depths, *(outcome[:, :num_nodes] for outcome in outcomes))
 
 
+class RequestsCalibration(NamedTuple):
+    """A `Calibrate` for the requests of a batch. CUDA-graph safe."""
+
+    calibration: Calibration
+    evidence: EvidenceOffsets
+    offsets: Tensor
+    """float32 [batch], of the requests."""
+
+    def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
+        offsets = self.offsets.view(-1, *[1] * (probs.ndim - 1))
+        if evidence is None:
+            return self.calibration.apply(probs, depths, offsets)
+        # The draft gave copied tokens no score.
+        log_odds = self.calibration.log_odds(probs, depths).masked_fill_(evidence >= FIRST_COPIED, 0.0)
+        return log_odds.add_(offsets + self.evidence.offsets(evidence)).sigmoid_().nan_to_num_(nan=0.0)
+
+    def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
+        # The request's own offset stands on both sides.
+        gain = self.evidence.offsets(copied) - self.evidence.offsets(contradicted)
+        return self.calibration.invert(gain, depths)
+
+
 class AcceptanceLearner:
-    """Feeds a `Calibration` and an `AcceptanceHistory` with every step's outcomes. No sync.
+    """Feeds all that estimates acceptance with every step's outcomes. No sync.
+
+    Log-odds of acceptance are the sum of three things: what a score is worth at its depth, what the evidence for the token
+    is worth, and how the request's drafts have fared. Each is learnt from what those before it leave unexplained.
 
     Args:
         calibration: refreshed with every few steps.
+        evidence: of what the requests' texts say; refreshed with every step.
         history: of all request slots; refreshed with every step.
         copies: whether a proposal's tensors are overwritten by the next step's (captured passes).
     """
 
-    def __init__(self, calibration: Calibration, history: AcceptanceHistory, copies: bool) -> None:
-        self.calibration, self.history, self._copies = calibration, history, copies
+    def __init__(
+        self, calibration: Calibration, evidence: EvidenceOffsets, history: AcceptanceHistory, copies: bool
+    ) -> None:
+        self.calibration, self.evidence, self.history = calibration, evidence, history
+        self._copies = copies
         self._steps: list[tuple[Tensor, ...]] = []
         self._num_requests = 0
 
     def calibrate(self, rows: Tensor) -> Calibrate:
         """How to calibrate drafts of the requests in these slots [batch]. CUDA-graph safe."""
-        offsets = self.history.offsets(rows)
-        return lambda probs, depths: self.calibration.apply(probs, depths, offsets)
+        return RequestsCalibration(self.calibration, self.evidence, self.history.offsets(rows))
 
     def add(
         self, proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify_lens: Tensor, rows: Tensor
@@ -72,8 +106,14 @@ class AcceptanceLearner:
             verify_lens: [batch], selected drafts and the root. rows: [batch], the requests' slots.
         """
         judged, probs = judge_nodes(proposal, grid, accepted, verify_lens), proposal.probs
-        calibrated = self.calibration.apply(probs, judged.depths)
+        kinds = proposal.evidence
+        calibrated = RequestsCalibration(
+            self.calibration, self.evidence, torch.zeros_like(rows, dtype=torch.float32)
+        )(probs, judged.depths, kinds)
         self.history.observe(rows, calibrated, judged.reached, judged.accepted)
+        if kinds is not None:
+            self.evidence.observe(kinds, calibrated, judged.reached, judged.accepted)
+            judged = judged._replace(reached=judged.reached & (kinds < FIRST_COPIED))
         if self._copies:
             probs = probs.clone()
         self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
@@ -90,8 +130,13 @@ class AcceptanceLearner:
     def summarise(self) -> dict[str, float]:
         """For /server_info. Sync: copies to the host."""
         reliability = self.calibration.reliability()
+        offsets = self.evidence.summarise()
         return {
             "calibration_error": reliability.error,
             "calibration_error_raw": reliability.raw_error,
+            # After long matches, where there is most evidence.
+            "agreement_offset": offsets[FIRST_COPIED - 2],
+            "contradiction_offset": offsets[FIRST_COPIED - 1],
+            "copied_offset": offsets[-1],
             "history_gain": self.history.gain,
         }

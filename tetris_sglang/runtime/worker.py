@@ -26,7 +26,7 @@ from tetris_sglang.capacity import (
     capacity_shares,
 )
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import make_grid
+from tetris_sglang.drafting import INITIAL_OFFSETS, make_grid
 from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
 from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
@@ -39,6 +39,7 @@ from tetris_sglang.runtime.phases import PhaseTimer
 from tetris_sglang.runtime.planning import StepPlanner
 from tetris_sglang.runtime.recording import StepRecorder
 from tetris_sglang.runtime.request_options import RequestWeights
+from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.verify import (
     commit_paths,
     compute_logprobs,
@@ -46,7 +47,7 @@ from tetris_sglang.runtime.verify import (
     graph_tier,
     sample_target,
 )
-from tetris_sglang.selection import AcceptanceHistory, Calibration
+from tetris_sglang.selection import AcceptanceHistory, Calibration, EvidenceOffsets
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class TetrisWorker(BaseSpecWorker):
         else:
             worker_class = HeadDraft if kind in HEADS else StandaloneDraft
             self._draft = self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
-        self.learner = self.recorder = None
+        self.learner = self.recorder = self._texts = None
         if kind == STANDALONE:
             StandaloneWorkerV2._validate_vocab_compatibility(
                 self,
@@ -109,13 +110,14 @@ class TetrisWorker(BaseSpecWorker):
     def alloc_memory_pool(self, **pools) -> None:
         super().alloc_memory_pool(**pools)
         pool = self._target_worker.model_runner.req_to_token_pool
-        if self._draft_worker is None:
-            self._draft.alloc_history(pool)
-        else:
+        if self._draft_worker is None or self.config.calibration:
+            self._texts = self._draft.texts = RequestTexts(pool, self.speculative_num_draft_tokens)
+        if self._draft_worker is not None:
             self._draft.alloc_missed(pool)
         if self.config.calibration:
             self.learner = AcceptanceLearner(
                 Calibration(self.speculative_num_steps, self.device, refresh_every=1),
+                EvidenceOffsets(INITIAL_OFFSETS, self.device),
                 AcceptanceHistory(len(pool.req_to_token), self.device),
                 copies=self.device == "cuda",
             )
@@ -169,6 +171,8 @@ class TetrisWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         hidden_states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
+        if self._texts is not None:
+            self._texts.add_prompts(batch, result.next_token_ids)
         with self._draft_context():
             result.next_draft_input = self._draft.prefill(
                 batch, input_ids, hidden_states, result.next_token_ids, kv_loc_plan
@@ -239,6 +243,8 @@ class TetrisWorker(BaseSpecWorker):
                 compute_logprobs(batch, logits_output, logprob_logits, accepted, packed)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
+            if self._texts is not None:
+                self._texts.append(batch, accepted.target_tokens)
             if self.recorder is not None:
                 self.recorder.add(proposal, grid, accepted, packed.verify_lens, batch.req_pool_indices)
             if proposal is not None:

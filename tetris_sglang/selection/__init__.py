@@ -15,6 +15,7 @@ from tetris_sglang.selection.calibration import (
     chain_outcomes,
     tree_outcomes,
 )
+from tetris_sglang.selection.evidence import EvidenceOffsets
 from tetris_sglang.selection.history import AcceptanceHistory
 from tetris_sglang.selection.reference import select_prefixes_reference
 from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_probs
@@ -23,6 +24,7 @@ __all__ = [
     "SMALLEST_SURVIVAL",
     "AcceptanceHistory",
     "Calibration",
+    "EvidenceOffsets",
     "Outcomes",
     "Reliability",
     "ReliabilityBin",

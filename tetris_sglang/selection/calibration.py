@@ -69,6 +69,18 @@ def tree_outcomes(path: Tensor, accept_lens: Tensor, draft_lens: Tensor, parents
     return Outcomes((verified & on_path.gather(1, parents))[:, 1:], on_path[:, 1:])
 
 
+def newton_terms(probs: Tensor, reached: Tensor, accepted: Tensor) -> Tensor:
+    """Gradient and curvature that each judged token adds to the likelihood of an offset in log-odds.
+
+    Args:
+        probs: [batch, n] float32, how likely each was. reached, accepted: [batch, n] bool, see `Outcomes`.
+    Returns:
+        [2, batch, n] float32: accepted - p, and p (1 - p); 0 where not reached.
+    Sync: none.
+    """
+    return torch.stack((accepted.to(probs.dtype) - probs, probs - probs * probs)).mul_(reached)
+
+
 @dataclass(frozen=True)
 class ReliabilityBin:
     """Reached drafts of one depth and score bin, weighted by how recent they are."""
@@ -147,6 +159,8 @@ class Calibration:
         self._lines = torch.zeros((max_depth + 1) * (NUM_BINS + 1), 2, device=device)
         """Slope and intercept of the corrected log-odds; segment i ends at centre i, the last one has no end."""
         self._lines[:, 0] = 1
+        self._levels = self._centres.repeat(max_depth + 1, 1)
+        """[depth, bin], the corrected log-odds at the centres."""
         self._decay = torch.tensor(decay, device=device)
 
     def apply(self, probs: Tensor, depths: int | Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -157,7 +171,8 @@ class Calibration:
         Args:
             probs: [batch, ...] float32, the draft's probability of each token given those before it.
             depths: from 1 to max_depth: of all of them, or int64 to be broadcast against probs (not checked).
-            offsets: [batch] float32, what a request adds to its log-odds, see `AcceptanceHistory`; default: none.
+            offsets: float32, to be broadcast against probs: what is added to the log-odds, see `AcceptanceHistory` and
+                `EvidenceOffsets`; default: nothing.
         Returns:
             float32 in [0, 1], the shape of probs; NaN becomes 0.
         Raises:
@@ -166,13 +181,30 @@ class Calibration:
         """
         if isinstance(depths, int) and not 1 <= depths <= self.max_depth:
             raise ValueError(f"depth must be in 1..{self.max_depth}, got {depths}")
+        log_odds = self.log_odds(probs, depths)
+        if offsets is not None:
+            log_odds += offsets
+        return log_odds.sigmoid_().nan_to_num_(nan=0.0)
+
+    def log_odds(self, probs: Tensor, depths: int | Tensor) -> Tensor:
+        """The log-odds of what `apply` gives, without offsets; NaN stays NaN. Args, Sync: as there."""
         # NaN falls into the last segment.
         segments = torch.bucketize(probs.contiguous(), self._centre_probs) + depths * (NUM_BINS + 1)
         slopes, intercepts = torch.nn.functional.embedding(segments, self._lines).unbind(-1)
-        log_odds = torch.addcmul(intercepts, slopes, probs.logit(_EPSILON))
-        if offsets is not None:
-            log_odds += offsets.view(-1, *[1] * (probs.ndim - 1))
-        return log_odds.sigmoid_().nan_to_num_(nan=0.0)
+        return torch.addcmul(intercepts, slopes, probs.logit(_EPSILON))
+
+    def invert(self, log_odds: Tensor, depths: Tensor) -> Tensor:
+        """The probabilities that `log_odds` takes to these log-odds; where many are, one of them.
+
+        Args:
+            log_odds: [..., n] float32. depths: [n] int64, from 1 to max_depth.
+        Returns:
+            float32, the shape of log_odds.
+        Sync: none; CUDA-graph safe: what it reads is updated in place.
+        """
+        segments = (self._levels[depths] < log_odds[..., None]).sum(dim=-1) + depths * (NUM_BINS + 1)
+        slopes, intercepts = torch.nn.functional.embedding(segments, self._lines).unbind(-1)
+        return ((log_odds - intercepts) / slopes.clamp_min(_EPSILON)).sigmoid_()
 
     def observe(self, probs: Tensor, depths: Tensor, reached: Tensor, accepted: Tensor) -> None:
         """Count a verify pass.
@@ -209,6 +241,7 @@ class Calibration:
         correction = self._correct(*pooled, correction)
         correction = self._correct(count, accepted, total, correction)
         levels = _make_monotone(self._centres + correction, count + self.prior_strength)
+        self._levels[1:] = levels
         slopes = self._lines[:, 0].view(-1, NUM_BINS + 1)[1:]
         intercepts = self._lines[:, 1].view(-1, NUM_BINS + 1)[1:]
         torch.div(levels.diff(dim=1), self._widths, out=slopes[:, 1:-1])

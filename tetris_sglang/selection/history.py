@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetris_sglang.selection.calibration import newton_terms
+
 _LARGEST_GAIN = 1.5
 
 
@@ -84,8 +86,7 @@ class AcceptanceHistory:
         Sync: none.
         """
         # Few operations: there is one small tensor to a step, so each costs what it takes to launch.
-        judged = torch.stack((accepted.to(probs.dtype) - probs, probs - probs * probs))
-        evidence = judged.mul_(reached).sum(dim=2)
+        evidence = newton_terms(probs, reached, accepted).sum(dim=2)
 
         intercepts = self._intercepts.index_select(0, rows)
         worth = (evidence * torch.stack((intercepts, intercepts * intercepts))).sum(dim=1)

@@ -88,17 +88,18 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
 
         def run_once() -> tuple[Tensor, ...]:
             window = self._window(size)
-            places = self._draft.locate(
-                window.counts, buffers.seq_lens[:size], buffers.req_pool_indices[:size], depth
-            )
+            rows, seq_lens = buffers.req_pool_indices[:size], buffers.seq_lens[:size]
+            places = self._draft.locate(window.counts, seq_lens, rows, depth)
+            precedent = self._draft.find_precedent(rows, seq_lens, None, depth)
             # Each pass replaces the states that the others read.
             first.spec_info.hidden_states = (
                 None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
             )
             proposal = self._draft.run(
-                first, rest, window, places, self.temperatures[:size], depth, self._forward
+                first, rest, window, places, self.temperatures[:size], precedent, depth, self._forward
             )
-            return (proposal.tokens, proposal.scores, proposal.probs, *(proposal.shape or ()))
+            columns = proposal.tokens, proposal.scores, proposal.probs, proposal.evidence
+            return (*(column for column in columns if column is not None), *(proposal.shape or ()))
 
         with forward_context(ForwardContext(attn_backend=self.draft_attn_backend), forward_batch=rest):
             self.backend.capture_one(
@@ -207,10 +208,13 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         rest.positions = self._draft_lens[:size].repeat_interleave(self.topk)
         self._plan(first, rest)
         outputs = self._replay_graph(self._make_graph_key(size), rest)
-        tokens, scores, probs, *shape = (output[:batch_size] for output in outputs)
-        if shape:
-            return Proposal(tokens, scores, TreeShape(*shape), probs)
-        return Proposal(tokens[:, :depth], scores[:, :depth], None, probs[:, :depth])
+        outputs = [output[:batch_size] for output in outputs]
+        num_columns = 3 if self._draft.texts is None else 4
+        columns, shape = outputs[:num_columns], outputs[num_columns:]
+        if not shape:
+            columns = [column[:, :depth] for column in columns]
+        tokens, scores, probs, evidence = *columns, *[None] * (4 - num_columns)
+        return Proposal(tokens, scores, TreeShape(*shape) if shape else None, probs, evidence)
 
     def _fill(self, size: int, start: int) -> None:
         """Let the slots from `start` on be harmless: request row 0, whose KV slots are all the padding slot 0."""

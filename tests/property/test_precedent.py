@@ -1,0 +1,295 @@
+"""Precedents: what the text says of each draft is what reading the text says, and what that is worth is learnt."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tetris_sglang.drafting import (
+    FIRST_COPIED,
+    INITIAL_OFFSETS,
+    NUM_EVIDENCE,
+    ChainGrower,
+    Counsel,
+    Precedent,
+    TreeGrower,
+    find_precedent,
+)
+from tetris_sglang.drafting.precedent import COPIED_PROB, MAX_MATCH
+from tetris_sglang.runtime.learning import RequestsCalibration
+from tetris_sglang.selection import Calibration, EvidenceOffsets
+
+settings.register_profile("tetris", deadline=None, max_examples=100)
+settings.load_profile("tetris")
+
+SEEDS = st.integers(0, 10**6)
+VOCAB = 6
+TEXTS = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=4)
+
+
+def read_precedent(text: list[int], depth: int) -> tuple[list[int], int]:
+    """By the definition: the longest match of the text's end, the most recent one; (what followed, its length)."""
+    best = (0, 0)
+    for start in range(1, len(text)):
+        length = 0
+        while length < min(MAX_MATCH, start) and text[start - 1 - length] == text[len(text) - 1 - length]:
+            length += 1
+        best = max(best, (length, start))
+    length, start = best
+    extended = list(text)
+    for step in range(depth):
+        extended.append(extended[start + step])
+    return extended[len(text) :], length
+
+
+def make_table(texts: list[list[int]], seed: int):
+    """(history, rows, lens): the texts in shuffled rows, noise behind them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(len(texts) + 1, generator=generator)[: len(texts)]
+    history = torch.randint(VOCAB, (len(texts) + 1, 48), generator=generator, dtype=torch.int32)
+    for row, text in zip(rows.tolist(), texts, strict=True):
+        history[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+    return history, rows, torch.tensor([len(text) for text in texts])
+
+
+@given(TEXTS, SEEDS, st.integers(1, 7))
+def test_a_precedent_is_what_followed_the_longest_match(texts, seed, depth):
+    found = find_precedent(*make_table(texts, seed), depth=depth)
+    for text, tokens, match_len in zip(texts, found.tokens.tolist(), found.match_lens.tolist(), strict=True):
+        expected, length = read_precedent(text, depth)
+        assert match_len == length
+        if length:
+            assert tokens == expected
+
+
+def length_class(match_len: int) -> int:
+    return next(i for i, most in enumerate((1, 3, 7, 10**9), start=1) if match_len <= most)
+
+
+def read_evidence(precedent: list[int], match_len: int, path: list[int]) -> int:
+    """Of the last token of `path`, which the draft drafted."""
+    level = len(path) - 1
+    if not match_len or path[:-1] != precedent[:level]:
+        return 0
+    return 2 * length_class(match_len + level) - (path[-1] == precedent[level])
+
+
+class Copying:
+    """No calibration, but copied tokens are worth this probability."""
+
+    def __init__(self, copied_score: float) -> None:
+        self.copied_score = copied_score
+
+    def __call__(self, probs, depths, evidence):
+        return torch.where(evidence >= FIRST_COPIED, self.copied_score, probs)
+
+    def find_rival(self, depths, copied, contradicted):
+        assert (copied >= FIRST_COPIED - 1).all() and (contradicted < FIRST_COPIED).all()
+        assert depths.tolist() == list(range(1, copied.shape[1] + 1))
+        return torch.full(copied.shape, self.copied_score)
+
+
+NEVER, SOMETIMES, ALWAYS = Copying(0.0), Copying(0.6), Copying(1.0)
+
+
+def random_precedent(generator: torch.Generator, batch: int, depth: int) -> Precedent:
+    return Precedent(
+        torch.randint(VOCAB, (batch, depth), generator=generator),
+        torch.randint(MAX_MATCH + 1, (batch,), generator=generator),
+    )
+
+
+def grow(seed: int, batch: int, branches: int, depth: int, calibrate):
+    """(proposal, precedent) of random drafts, every other one of which follows the precedent."""
+    generator = torch.Generator().manual_seed(seed)
+    precedent = random_precedent(generator, batch, depth)
+
+    def draw(level: int, *above: int):
+        tokens = torch.rand(batch, *above, VOCAB, generator=generator).argsort(dim=-1)[..., :branches]
+        copied = precedent.tokens[:, level].view(-1, *[1] * (tokens.ndim - 1))
+        lucky = torch.rand(batch, *above, 1, generator=generator) < 0.5
+        new = lucky & ~(tokens == copied).any(dim=-1, keepdim=True)
+        tokens[..., :1] = torch.where(new, copied, tokens[..., :1])
+        return tokens, torch.rand(*tokens.shape, generator=generator).clamp(0.01, 0.99)
+
+    grower = (ChainGrower if branches == 1 else TreeGrower)(*draw(0), calibrate, precedent)
+    for level in range(1, depth):
+        grower.grow(*draw(level, branches))
+    return grower.finish(1000), precedent
+
+
+def read_paths(proposal) -> list[list[list[int]]]:
+    """Per request and node, the tokens down to it."""
+    paths = []
+    for request, tokens in enumerate(proposal.tokens.tolist()):
+        if proposal.shape is None:
+            paths.append([tokens[: i + 1] for i in range(len(tokens))])
+            continue
+        parents = proposal.shape.parents[request].tolist()
+        mine: list[list[int]] = [[]]
+        for node, token in enumerate(tokens):
+            mine.append([*mine[parents[node + 1]], token])
+        paths.append(mine[1:])
+    return paths
+
+
+SHAPES = st.tuples(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
+
+
+@given(SHAPES)
+def test_every_node_carries_what_the_precedent_says_of_it(shape):
+    proposal, precedent = grow(*shape, NEVER)
+    for request, paths in enumerate(read_paths(proposal)):
+        copied, match_len = precedent.tokens[request].tolist(), int(precedent.match_lens[request])
+        expected = [read_evidence(copied, match_len, path) for path in paths]
+        assert proposal.evidence[request].tolist() == expected
+
+
+@given(SHAPES)
+def test_what_is_copied_is_the_precedent_s_and_stands_once(shape):
+    _, _, branches, depth = shape
+    proposal, precedent = grow(*shape, ALWAYS)
+    for request, paths in enumerate(read_paths(proposal)):
+        copied, match_len = precedent.tokens[request].tolist(), int(precedent.match_lens[request])
+        assert len({tuple(path) for path in paths}) == len(paths)  # nothing is drafted twice
+        for node, path in enumerate(paths):
+            kind = int(proposal.evidence[request, node])
+            if kind >= FIRST_COPIED:
+                assert path == copied[: len(path)]
+                assert kind == FIRST_COPIED - 1 + length_class(match_len + len(path) - 1)
+                assert float(proposal.probs[request, node]) == COPIED_PROB
+            else:
+                assert kind == read_evidence(copied, match_len, path)
+        if match_len and branches == 1:
+            assert paths[-1] == copied[:depth]
+
+
+@given(SHAPES)
+def test_a_copied_token_needs_the_better_score(shape):
+    seed, batch, branches, _ = shape
+    generator = torch.Generator().manual_seed(seed)
+    precedent = random_precedent(generator, batch, 1)
+    tokens = torch.rand(batch, VOCAB, generator=generator).argsort(dim=-1)[..., :branches]
+    probs = torch.rand(batch, branches, generator=generator)
+    grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, SOMETIMES, precedent)
+    for request in range(batch):
+        mine, copied = tokens[request].tolist(), int(precedent.tokens[request, 0])
+        takes = (
+            bool(precedent.match_lens[request])
+            and copied not in mine
+            and float(probs[request, -1]) < SOMETIMES.copied_score
+        )
+        assert grower.frontier_tokens[request].tolist() == ([*mine[:-1], copied] if takes else mine)
+    proposal = grower.finish(branches)
+    assert torch.equal(
+        proposal.scores.where(proposal.evidence < FIRST_COPIED, 0.6),
+        SOMETIMES(proposal.probs, 1, proposal.evidence),
+    )
+
+
+def test_docstring_examples():
+    history = torch.tensor([[1, 2, 3, 9, 1, 2]], dtype=torch.int32)
+    found = find_precedent(history, torch.tensor([0]), torch.tensor([6]), depth=3)
+    assert found.tokens.tolist() == [[3, 9, 1]] and found.match_lens.tolist() == [2]
+    choice = Counsel(found, NEVER).choose(
+        0, torch.tensor([[[3, 4]]]), torch.tensor([[[0.5, 0.3]]]), torch.tensor([[True]])
+    )
+    assert choice.agrees.tolist() == [[True, False]]
+
+
+def test_nothing_is_asked_of_the_device_while_drafting():
+    """Shapes alone decide what runs, as a captured graph needs it."""
+    with FakeTensorMode():
+        history = torch.zeros(5, 64, dtype=torch.int32)
+        precedent = find_precedent(
+            history, torch.zeros(2, dtype=torch.int64), torch.ones(2), depth=3, window=32
+        )
+        offsets = EvidenceOffsets(INITIAL_OFFSETS)
+        calibrate = RequestsCalibration(Calibration(3), offsets, torch.zeros(2))
+        counsel = Counsel(precedent, calibrate)
+        tokens, probs = torch.zeros(2, 1, 2, dtype=torch.int64), torch.ones(2, 1, 2)
+        choice = counsel.choose(0, tokens, probs, counsel.exists)
+        tokens, probs = torch.zeros(2, 2, 2, dtype=torch.int64), torch.ones(2, 2, 2)
+        choice = counsel.choose(1, tokens, probs, choice.is_followed)
+        _, scores, evidence = counsel.score(slice(1, 2), 2, choice)
+        offsets.observe(evidence, scores, choice.agrees, choice.agrees)
+        assert offsets.offsets(evidence).shape == (2, 4)
+
+
+# -- what evidence is worth ------------------------------------------------------------------------------------
+
+
+def simulate(offsets: EvidenceOffsets, truth: torch.Tensor, steps: int, seed: int = 0) -> None:
+    """Learn from tokens whose log-odds are their score's and the truth of their kind."""
+    generator = torch.Generator().manual_seed(seed)
+    calibration = Calibration(1)
+    for _ in range(steps):
+        kinds = torch.randint(len(truth), (8, 6), generator=generator)
+        probs = (torch.randn(8, 6, generator=generator)).sigmoid()
+        accepted = torch.rand(8, 6, generator=generator) < (probs.logit() + truth[kinds]).sigmoid()
+        reached = torch.rand(8, 6, generator=generator) < 0.7
+        calibrated = calibration.apply(probs, 1, offsets.offsets(kinds))
+        offsets.observe(kinds, calibrated, reached, accepted & reached)
+
+
+def test_offsets_find_the_truth_and_follow_it():
+    truth = torch.tensor([0.0, 2.0, -2.5, 1.0])
+    offsets = EvidenceOffsets([0.0] * 4, decay=0.999)
+    simulate(offsets, truth, 150)
+    assert (torch.tensor(offsets.summarise()) - truth).abs().max() < 0.35
+    simulate(offsets, -truth, 150, seed=1)
+    assert (torch.tensor(offsets.summarise()) + truth).abs().max() < 0.35
+
+
+def test_what_was_not_reached_and_what_was_not_seen_change_nothing():
+    offsets = EvidenceOffsets(INITIAL_OFFSETS)
+    assert len(INITIAL_OFFSETS) == NUM_EVIDENCE
+    kinds = torch.tensor([[1, 2]])
+    probs, nothing = torch.tensor([[0.5, 0.5]]), torch.zeros(1, 2, dtype=torch.bool)
+    offsets.observe(kinds, probs, nothing, nothing)
+    assert offsets.summarise() == list(INITIAL_OFFSETS)
+    offsets.observe(kinds, probs, torch.tensor([[True, False]]), torch.tensor([[True, False]]))
+    after = offsets.summarise()
+    # One Newton step: (1 - 0.5) / (1 / deviation^2 + 0.25).
+    assert after[1] == pytest.approx(0.5 / 1.25) and after[:1] + after[2:] == [
+        *INITIAL_OFFSETS[:1],
+        *INITIAL_OFFSETS[2:],
+    ]
+
+
+def test_offsets_stay_where_a_captured_pass_reads_them():
+    offsets = EvidenceOffsets([0.0, 0.0])
+    before = offsets.offsets(torch.tensor([0, 1])).clone()
+    where = offsets._offsets.data_ptr()
+    simulate(offsets, torch.tensor([1.0, -1.0]), 3)
+    assert offsets._offsets.data_ptr() == where
+    assert not torch.equal(offsets.offsets(torch.tensor([0, 1])), before)
+
+
+@pytest.mark.parametrize("bad", [{"initial": []}, {"deviation": 0}, {"decay": 0}, {"decay": 1.5}])
+def test_bad_settings_are_named(bad):
+    with pytest.raises(ValueError, match=r"deviation be above 0 and decay in \(0, 1\]"):
+        EvidenceOffsets(**{"initial": [0.0], **bad})
+
+
+@given(SEEDS)
+def test_a_rival_of_that_probability_is_worth_as_much(seed):
+    """So copying where the draft's probability is below it is copying where the copied token scores higher."""
+    generator = torch.Generator().manual_seed(seed)
+    depth = 3
+    calibration = Calibration(depth, refresh_every=1)
+    offsets = EvidenceOffsets((2 * torch.randn(NUM_EVIDENCE, generator=generator)).tolist())
+    for _ in range(seed % 4):
+        probs = torch.rand(64, depth, generator=generator)
+        accepted = torch.rand(64, depth, generator=generator) < probs**2
+        calibration.observe(probs, torch.arange(1, depth + 1), torch.ones_like(accepted), accepted)
+    calibrate = RequestsCalibration(calibration, offsets, torch.randn(2, generator=generator))
+    depths = torch.arange(1, depth + 1)
+    contradicted = torch.randint(FIRST_COPIED, (2, depth), generator=generator)
+    copied = torch.randint(FIRST_COPIED, NUM_EVIDENCE, (2, depth), generator=generator)
+    below = calibrate.find_rival(depths, copied, contradicted)
+    score = calibrate(
+        torch.rand(2, depth, generator=generator), depths, copied
+    )  # whatever stands for its probability
+    torch.testing.assert_close(calibrate(below, depths, contradicted), score, rtol=1e-3, atol=1e-3)

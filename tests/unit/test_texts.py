@@ -1,0 +1,101 @@
+"""The texts on the device are the requests' own, whatever happens to their slots."""
+
+import random
+from array import array
+from types import SimpleNamespace
+
+import torch
+
+from tetris_sglang.drafting import FIRST_COPIED, INITIAL_OFFSETS, Grid, Proposal
+from tetris_sglang.kernels.reference import AcceptedTokens
+from tetris_sglang.runtime.learning import AcceptanceLearner
+from tetris_sglang.runtime.texts import WINDOW, RequestTexts
+from tetris_sglang.selection import AcceptanceHistory, Calibration, EvidenceOffsets
+
+SLOTS, COLUMNS, WIDTH = 6, 40, 4
+
+
+def make_texts(columns: int = COLUMNS) -> RequestTexts:
+    pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, columns, dtype=torch.int32))
+    return RequestTexts(pool, WIDTH)
+
+
+def make_batch(slots: list[int], texts: dict[int, list[int]]):
+    """As SGLang's: lengths without the newest token."""
+    fill_ids = [array("q", texts[slot][:-1]) for slot in slots]
+    return SimpleNamespace(
+        reqs=[SimpleNamespace(get_fill_ids=lambda ids=ids: ids) for ids in fill_ids],
+        req_pool_indices=torch.tensor(slots),
+        seq_lens=torch.tensor([len(ids) for ids in fill_ids]),
+    )
+
+
+def test_texts_follow_prompts_steps_and_new_requests_in_old_slots():
+    rng, texts, known = random.Random(0), make_texts(), {}
+    for _ in range(60):
+        if not known or rng.random() < 0.3:
+            slots = rng.sample(range(SLOTS), rng.randint(1, 3))
+            for slot in slots:  # an earlier request of the slot has ended
+                known[slot] = [rng.randrange(99) for _ in range(rng.randint(2, 12))]
+            texts.add_prompts(make_batch(slots, known), torch.tensor([known[slot][-1] for slot in slots]))
+        else:
+            slots = rng.sample(sorted(known), rng.randint(1, len(known)))
+            slots = [slot for slot in slots if len(known[slot]) + WIDTH < COLUMNS]
+            if not slots:
+                known.clear()
+                continue
+            batch = make_batch(slots, known)
+            emitted = torch.randint(99, (len(slots), WIDTH))
+            texts.append(batch, emitted)
+            for slot, row in zip(slots, emitted.tolist(), strict=True):
+                known[slot] += row[: rng.randint(1, WIDTH)]
+        for slot, text in known.items():
+            assert texts.tokens[slot, : len(text)].tolist() == text
+
+
+def test_the_searched_window_is_wide_enough_and_no_wider_than_allowed():
+    texts = make_texts(columns=5000)
+    assert texts.window(None) == WINDOW
+    for longest in (1, 2, 3, 30, 31, 32, 1000, 2046, 2047, 4000):
+        window = texts.window(torch.tensor([1, longest]))
+        assert window >= min(longest + 1, WINDOW) and window <= max(4, min(4 * longest, WINDOW))
+    assert make_texts().window(None) == COLUMNS + WIDTH
+
+
+def test_a_precedent_is_found_in_the_slot_s_own_text():
+    texts = make_texts()
+    known = {4: [5, 6, 7, 5, 6], 1: [9, 9, 8]}
+    texts.add_prompts(make_batch([4, 1], known), torch.tensor([6, 8]))
+    lens = torch.tensor([4, 2])
+    for seq_lens_cpu in (lens, None):
+        found = texts.find_precedent(torch.tensor([4, 1]), lens, seq_lens_cpu, 3)
+        assert found.match_lens.tolist() == [2, 0]
+        assert found.tokens[0].tolist() == [7, 5, 6]
+
+
+def test_a_copied_token_teaches_its_kind_and_no_score():
+    """The draft gave it none: it must not move what scores are worth."""
+    depth = 2
+    calibration = Calibration(depth, refresh_every=1)
+    learner = AcceptanceLearner(
+        calibration, EvidenceOffsets(INITIAL_OFFSETS), AcceptanceHistory(3), copies=False
+    )
+    kinds = torch.tensor([[1, FIRST_COPIED], [0, FIRST_COPIED + 1]])
+    probs = torch.full((2, depth), 0.5)
+    proposal = Proposal(torch.tensor([[1, 2], [3, 4]]), probs, None, probs, kinds)
+    accepted = AcceptedTokens(
+        target_tokens=torch.zeros(2, 3, dtype=torch.int64),
+        accept_lens=torch.tensor([2, 1]),
+        bonus_tokens=torch.zeros(2, dtype=torch.int64),
+        last_tokens=torch.zeros(2, dtype=torch.int64),
+        new_seq_lens=torch.zeros(2, dtype=torch.int64),
+        path=None,
+    )
+    grid = Grid(torch.zeros(2, 3, dtype=torch.int64), depth)
+    for _ in range(8):
+        learner.add(proposal, grid, accepted, torch.tensor([3, 3]), torch.tensor([0, 1]))
+    offsets = learner.evidence.summarise()
+    assert offsets[FIRST_COPIED] > INITIAL_OFFSETS[FIRST_COPIED]  # accepted
+    assert offsets[FIRST_COPIED + 1] < INITIAL_OFFSETS[FIRST_COPIED + 1]  # rejected
+    counts = {cell.depth: cell.count for cell in calibration.reliability().bins}
+    assert set(counts) == {1}  # both tokens of the second level were copied

@@ -1,0 +1,144 @@
+"""A second opinion on a model's drafts, from the request's own text: what followed the last time it stood as it stands now.
+
+A text that repeats itself (a loop, a quotation, code that is edited) tells apart drafts whose scores do not: where the
+longest earlier match of the text's end goes on as the draft does, the draft is accepted far more often than where the
+match goes on differently. So every drafted token carries what the precedent says of it, one of NUM_EVIDENCE kinds, and
+what each kind is worth is learnt (selection/evidence.py). Where the precedent's own token is then the likelier one, it is
+drafted in the place of the model's: the model goes on from there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tetris_sglang.drafting.ngram import copy_on, rank_occurrences, take_windows
+
+if TYPE_CHECKING:
+    from tetris_sglang.drafting.proposal import Calibrate
+
+MAX_MATCH = 8
+_LENGTH_CLASSES = 4
+"""Match lengths are told apart as 1, 2 to 3, 4 to 7, and more."""
+NO_EVIDENCE = 0
+"""There is no precedent, or one before this token was not followed."""
+FIRST_COPIED = 1 + 2 * _LENGTH_CLASSES
+"""Kinds below: by rising match length two each, the precedent goes on with this token, or differently. From here on, by
+match length: the token is the precedent's and not the model's."""
+NUM_EVIDENCE = FIRST_COPIED + _LENGTH_CLASSES
+COPIED_PROB = 0.5
+"""What stands for the model's probability of a copied token. Calibrated, such a token is worth what its kind has been."""
+INITIAL_OFFSETS = (*[0.0] * FIRST_COPIED, -3.0, -2.5, -2.0, -1.5)
+"""Log-odds of each kind before anything was seen. A copied token counts for little: drafts that contradict the text have to
+fail first, so a draft that is always right keeps all of its tokens."""
+
+
+class Precedent(NamedTuple):
+    """Of every request of a batch."""
+
+    tokens: Tensor
+    """[batch, depth] int64, what followed."""
+    match_lens: Tensor
+    """[batch] int64, tokens before these that both places of the text share, 0..MAX_MATCH; 0: there is no precedent."""
+
+
+def find_precedent(
+    history: Tensor, rows: Tensor, lens: Tensor, *, depth: int, window: int | None = None
+) -> Precedent:
+    """Look up each request's last tokens in its earlier ones: the longest match, of these the most recent one.
+
+    Args:
+        history, rows, lens, depth, window: as in `propose_by_lookup`, whose first branch this is.
+    Sync: none; CUDA-graph safe.
+    Example: a row 1 2 3 9 1 2, depth 3 -> tokens [[3, 9, 1]], match_lens [2]
+    """
+    windows, known_lens = take_windows(history, rows, lens, window)
+    starts, match_lens = rank_occurrences(windows, known_lens, MAX_MATCH, 1)
+    steps = torch.arange(depth, dtype=torch.int32, device=history.device)
+    tokens, _ = copy_on(windows, known_lens, starts, steps)
+    return Precedent(tokens[:, 0], match_lens[:, 0].clamp_min(0))
+
+
+class Choice(NamedTuple):
+    """Drafts of some levels after the precedent was consulted; each [batch, n]."""
+
+    tokens: Tensor
+    """int64."""
+    probs: Tensor
+    """float32, the draft's own, also where its token gave way."""
+    was_followed: Tensor
+    """bool, or [batch, 1]: whether the precedent was followed down to the token's parent."""
+    agrees: Tensor
+    """bool, whether the draft's token is the precedent's."""
+    is_copied: Tensor
+    """bool, whether the precedent's token has taken its place."""
+
+    @property
+    def is_followed(self) -> Tensor:
+        """bool, whether the tokens so far are the precedent's."""
+        return self.was_followed & (self.agrees | self.is_copied)
+
+
+class Counsel:
+    """Consults a step's precedents while its drafts grow.
+
+    Args:
+        precedent: at least as deep as what is drafted.
+        calibrate: what probabilities are worth.
+    Sync: none; CUDA-graph safe.
+    """
+
+    def __init__(self, precedent: Precedent, calibrate: Calibrate) -> None:
+        self._calibrate, self._precedent = calibrate, precedent
+        # For all levels at once: there is little to each, so it costs what launching it takes.
+        levels = torch.arange(precedent.tokens.shape[1], device=precedent.tokens.device)
+        lens = (precedent.match_lens[:, None] + levels).to(torch.float32)
+        # The binary exponent is the class: 1 for a length of 1, 2 for 2 to 3, 3 for 4 to 7.
+        classes = torch.frexp(lens).exponent.clamp_max_(_LENGTH_CLASSES).to(torch.int64)
+        self._contradicted, self._copied = 2 * classes, classes + (FIRST_COPIED - 1)
+        self._copy_below = calibrate.find_rival(levels + 1, self._copied, self._contradicted)
+        self.exists = (precedent.match_lens > 0)[:, None]
+        """[batch, 1] bool, whether there is one: at level 0 it is followed so far."""
+
+    def choose(self, level: int, tokens: Tensor, probs: Tensor, was_followed: Tensor) -> Choice:
+        """Let the precedent's token take a place.
+
+        If a parent follows the precedent and none of its children does, the precedent's token takes the place of the last
+        of them, provided that it scores higher.
+
+        Args:
+            level: from 0.
+            tokens, probs: [batch, parents, children], the most likely ones first.
+            was_followed: [batch, parents] bool, of the parents.
+        Example: precedent tokens [[3, 9, 1]], match_lens [2], level 0, tokens [[[3, 4]]] -> agrees [[T, F]]
+        """
+        copied = self._precedent.tokens[:, level, None, None]
+        agrees = tokens == copied
+        takes = (probs < self._copy_below[:, level, None, None]) & was_followed[:, :, None]
+        if tokens.shape[2] > 1:
+            takes &= ~agrees.any(dim=2, keepdim=True)
+            takes[:, :, :-1] = False
+            was_followed = was_followed.repeat_interleave(tokens.shape[2], dim=1)
+        else:
+            takes &= ~agrees
+        tokens = torch.where(takes, copied, tokens)
+        return Choice(tokens.flatten(1), probs.flatten(1), was_followed, agrees.flatten(1), takes.flatten(1))
+
+    def score(self, levels: slice, depths: int | Tensor, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
+        """Calibrate drafts by what the precedent says of them.
+
+        Args:
+            levels: of the choice's columns: one for all of them, or one each. depths: the same from 1, as `Calibrate` takes
+                them.
+        Returns:
+            probs [batch, n] float32, the draft's own, COPIED_PROB where copied; scores [batch, n] float32, calibrated;
+            evidence [batch, n] int64 below NUM_EVIDENCE.
+        """
+        evidence = (self._contradicted[:, levels] - choice.agrees.to(torch.int64)).where(
+            choice.was_followed, NO_EVIDENCE
+        )
+        evidence = torch.where(choice.is_copied, self._copied[:, levels], evidence)
+        probs = choice.probs.masked_fill(choice.is_copied, COPIED_PROB)
+        return probs, self._calibrate(probs, depths, evidence), evidence

@@ -1,0 +1,88 @@
+"""Every running request's tokens on the device, so that a step looks things up in them without waiting for the host."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tetris_sglang.drafting import Precedent, find_precedent
+
+WINDOW = 2048
+"""Tokens of a text, the newest, that are searched: what a step pays for however short the texts are."""
+
+
+class RequestTexts:
+    """Prompt and output of the request in every slot.
+
+    Args:
+        req_to_token_pool: SGLang's, whose slots these are.
+        most_emitted: tokens that a step writes per request: behind a text's end, some that are not part of it.
+    """
+
+    def __init__(self, req_to_token_pool, most_emitted: int) -> None:
+        slots, columns = req_to_token_pool.req_to_token.shape
+        self.tokens = torch.zeros(
+            (slots, columns + most_emitted), dtype=torch.int32, device=req_to_token_pool.req_to_token.device
+        )
+        """[slots, columns], a text from column 0 on."""
+
+    def add_prompts(self, batch, next_token_ids: Tensor) -> None:
+        """Write down what an extend batch read, prefixes from the cache included, and the token after it.
+
+        Args:
+            batch: the extend ScheduleBatch. next_token_ids: [batch].
+        Sync: none.
+        """
+        device = self.tokens.device
+        texts = [torch.frombuffer(req.get_fill_ids(), dtype=torch.int64) for req in batch.reqs]
+        lens = [len(text) for text in texts]
+        # One copy for all: where each text begins in it, and which column its tokens go to.
+        starts = torch.tensor([0, *accumulate(lens)][:-1])
+        columns = torch.arange(sum(lens)) - starts.repeat_interleave(torch.tensor(lens))
+        rows = batch.req_pool_indices.repeat_interleave(
+            torch.tensor(lens).to(device, non_blocking=True), output_size=sum(lens)
+        )
+        self.tokens[rows, columns.to(device, non_blocking=True)] = torch.cat(texts).to(
+            device, torch.int32, non_blocking=True
+        )
+        self.tokens[batch.req_pool_indices, batch.seq_lens] = next_token_ids.to(torch.int32)
+
+    def append(self, batch, target_tokens: Tensor) -> None:
+        """Write down what a decode batch emitted.
+
+        Args:
+            batch: the ScheduleBatch, its lengths still those of before, without the root.
+            target_tokens: [batch, n], the accepted tokens and the bonus token first. What stands behind them lies beyond
+                the text, too, until it is overwritten.
+        Sync: none.
+        """
+        columns = torch.arange(1, target_tokens.shape[1] + 1, device=batch.seq_lens.device)
+        self.tokens[batch.req_pool_indices[:, None], batch.seq_lens[:, None] + columns] = target_tokens.to(
+            torch.int32
+        )
+
+    def window(self, seq_lens_cpu: Tensor | None) -> int:
+        """Columns to search for texts of these lengths: a power of two, so that there are few shapes.
+
+        Looking at less than the window finds the same where texts are shorter.
+
+        Args:
+            seq_lens_cpu: [batch], without the root; None where the host does not know.
+        """
+        window = min(WINDOW, self.tokens.shape[1])
+        if seq_lens_cpu is None:
+            return window
+        return min(window, 1 << int(seq_lens_cpu.max() + 1).bit_length())
+
+    def find_precedent(
+        self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor | None, depth: int
+    ) -> Precedent:
+        """See `drafting.find_precedent`.
+
+        Args:
+            rows: [batch], the requests' slots. seq_lens: [batch], without the root, and the same on the host if known.
+        Sync: none; CUDA-graph safe without seq_lens_cpu.
+        """
+        return find_precedent(self.tokens, rows, seq_lens + 1, depth=depth, window=self.window(seq_lens_cpu))
