@@ -305,6 +305,9 @@ def test_draft_steps_see_prefix_and_own_branch(topk):
             for branch in range(topk):
                 own = prefix + branch * steps + torch.arange(step + 1)
                 rows = f.rows(b, torch.cat((torch.arange(prefix), own)))
+                # What a model's pass writes just before it reads.
+                f.cache.keys[rows[-1]] = torch.randn(f.kv_heads, f.head_dim)
+                f.cache.values[rows[-1]] = torch.randn(f.kv_heads, f.head_dim)
                 views.append((rows, torch.ones(1, len(rows), dtype=torch.bool)))
         f.backend = backend
         f.check(f.queries(3 * topk), views)

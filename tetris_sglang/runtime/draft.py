@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.runtime_context import get_model
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput
 from sglang.srt.speculative.eagle_utils import (
     _eagle_prefill_tail_tokens,
@@ -249,7 +250,7 @@ class ModelDraft:
         first = self._plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
         rest = self._plan_branches(batch, places, ends, ends_cpu) if depth > 1 else None
         precedent = self.find_precedent(batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, depth)
-        return self.run(first, rest, window, places, temperatures, precedent, depth, self._forward)
+        return self.run(first, rest, window, places, temperatures, precedent, depth, self.forward_model)
 
     def locate(self, counts: Tensor | None, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
         """Where the passes of a step write; see `Window` and `Places`. Shapes depend on the arguments' shapes alone."""
@@ -338,9 +339,18 @@ class ModelDraft:
         tokens, probs = most_likely(logits, temperatures, self.topk)
         return tokens if self.hot_token_id is None else self.hot_token_id[tokens], probs
 
-    def _forward(self, forward_batch: ForwardBatch, backend):
-        with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
-            return self.draft_runner.forward(forward_batch).logits_output
+    def forward_model(self, forward_batch: ForwardBatch, backend):
+        """One pass over a planned batch.
+
+        Without `ModelRunner.forward` around it: copying the batch into static buffers and choosing a runner cost as much as
+        the products of a small draft's pass (docs/experiments.md).
+        """
+        model = self.draft_runner.model
+        with (
+            get_model().override(shared_experts=model.shared_experts_config),
+            forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch),
+        ):
+            return model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
 
     def _catch_up(self, batch) -> None:
         """Write the draft's KV of the tokens before the window that steps without drafting emitted."""
@@ -407,7 +417,7 @@ class ModelDraft:
             forward_batch.input_ids = part.tokens.reshape(-1)
             forward_batch.positions = positions.reshape(-1)
             forward_batch.out_cache_loc = slots.reshape(-1)
-            self._forward(forward_batch, self.draft_runner.attn_backend)
+            self.forward_model(forward_batch, self.draft_runner.attn_backend)
 
     def _plan_window(
         self,

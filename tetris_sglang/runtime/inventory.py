@@ -296,10 +296,11 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(
         _FORWARD + "model_runner.ModelRunner",
-        ("attn_backend", "forward", "model_config", "sampler"),
-        "both models",
+        ("attn_backend", "forward", "model", "model_config", "sampler"),
+        "both models; the draft's passes call its model",
     ),
-    Symbol(_FORWARD + "model_runner.ModelRunner.forward", ("forward_batch",), "the draft's passes"),
+    Symbol(_FORWARD + "model_runner.ModelRunner.forward", ("forward_batch",), "the draft's prefill"),
+    Symbol(_SRT + "runtime_context.get_model", (), "the draft's own layout of shared experts"),
     Symbol(
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
         ("batch", "forward_batch", "is_verify", "capture_hidden_mode", "return_kv_loc_plan"),

@@ -37,6 +37,9 @@ class Plan:
             queries before it, and there is nothing else in the cache.
         pad: [bs * q] packed query of each padded row; None if every request has exactly `q` queries.
         unpad: [tokens] padded row of each packed query; None likewise.
+        gathered: keys and values by layer, each [bs * kv, kv_heads, head_dim], that the passes of a drafted chain share: a
+            pass adds what it wrote itself. None: every pass gathers.
+        newest: [bs] row of `slots` that this pass writes; only read with `gathered`.
     """
 
     bs: int
@@ -46,6 +49,8 @@ class Plan:
     bias: Tensor | None
     pad: Tensor | None = None
     unpad: Tensor | None = None
+    gathered: dict[int, tuple[Tensor, Tensor]] | None = None
+    newest: Tensor | None = None
     _folded: Tensor | None = None
 
     def folded_bias(self, group: int) -> Tensor:
@@ -247,12 +252,10 @@ class TorchRaggedBackend(AttentionBackend):
         """[tokens, heads * head_dim] attention of one layer's packed queries to what `plan` lets them see."""
         bs, kv_heads = plan.bs, layer.tp_k_head_num
         group = layer.tp_q_head_num // kv_heads
-        pool = self.token_to_kv_pool
-        keys = pool.get_key_buffer(layer.layer_id).index_select(0, plan.slots).view(bs, plan.kv, kv_heads, -1)
-        values = (
-            pool.get_value_buffer(layer.layer_id).index_select(0, plan.slots).view(bs, plan.kv, kv_heads, -1)
+        keys, values = (
+            rows.view(bs, plan.kv, kv_heads, -1).transpose(1, 2)
+            for rows in self._gather(layer.layer_id, plan)
         )
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if plan.pad is not None:
             q = q.index_select(0, plan.pad)
 
@@ -278,6 +281,20 @@ class TorchRaggedBackend(AttentionBackend):
             )
         out = out.transpose(1, 2).reshape(bs * plan.q, -1)
         return out if plan.unpad is None else out.index_select(0, plan.unpad)
+
+    def _gather(self, layer_id: int, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Keys and values [bs * kv, kv_heads, head_dim] of one layer, in the plan's order."""
+        pool = self.token_to_kv_pool
+        buffers = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
+        if plan.gathered is None:
+            return tuple(buffer.index_select(0, plan.slots) for buffer in buffers)
+        if layer_id not in plan.gathered:
+            plan.gathered[layer_id] = tuple(buffer.index_select(0, plan.slots) for buffer in buffers)
+        else:
+            slots = plan.slots[plan.newest]
+            for rows, buffer in zip(plan.gathered[layer_id], buffers, strict=True):
+                rows.index_copy_(0, plan.newest, buffer.index_select(0, slots))
+        return plan.gathered[layer_id]
 
 
 class TorchRaggedMultiStepDraftBackend:
@@ -312,8 +329,20 @@ class TorchRaggedMultiStepDraftBackend:
             seq_lens = seq_lens.repeat_interleave(branches, output_size=bs * branches)
         ends = seq_lens + torch.arange(1, steps, device=device)[:, None]  # [steps - 1, bs * branches]
         bias = backend._bias(column < ends[:, :, None])[:, :, None, None]
+        num_columns = column.shape[0]
+        # Branches of a tree inherit their parents' rows between the passes, so they gather anew.
+        gathered = {} if branches == 1 else None
+        newest = ends - 1 + num_columns * torch.arange(bs * branches, device=device)
         for step, backend in enumerate(self.attn_backends):
-            backend.forward_metadata = Plan(bs * branches, 1, column.shape[0], slots, bias[step])
+            backend.forward_metadata = Plan(
+                bs * branches,
+                1,
+                num_columns,
+                slots,
+                bias[step],
+                gathered=gathered,
+                newest=newest[step],
+            )
 
 
 def _longest(forward_batch) -> int:

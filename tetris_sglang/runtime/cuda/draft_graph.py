@@ -109,9 +109,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
     def _forward(self, forward_batch: ForwardBatch, backend):
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
             backend.init_forward_metadata_in_graph(forward_batch)
-            return self.model_runner.model.forward(
-                forward_batch.input_ids, forward_batch.positions, forward_batch
-            )
+        return self._draft.forward_model(forward_batch, backend)
 
     def _window(self, size: int) -> Window:
         states = self._hidden_states
