@@ -9,7 +9,7 @@ from bench_samples import OPTIONS, make_settings
 
 from tetris_sglang.bench import command
 from tetris_sglang.bench.arms import FAMILIES, Arm, group_arms, order_arms
-from tetris_sglang.bench.servers import bench_serving_arguments, run_bench_serving
+from tetris_sglang.bench.measuring import bench_serving_arguments, run_bench_serving
 from tetris_sglang.bench.settings import FULL, build_settings
 from tetris_sglang.bench.workloads import (
     GROUP_SIZE,

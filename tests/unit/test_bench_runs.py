@@ -1,8 +1,11 @@
-"""How a comparison is run: rounds and their resumption, arms that are not available, models. No server, no clock."""
+"""How a comparison is run: rounds and their resumption, turns, arms that are not available, models. No server."""
 
 import io
 import json
 import sys
+import time
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tetris_sglang import pair
-from tetris_sglang.bench import command, report, results, runner, servers
+from tetris_sglang.bench import command, measuring, report, results, runner, servers
 from tetris_sglang.bench import models as models_module
 from tetris_sglang.bench.arms import group_arms
+from tetris_sglang.bench.measuring import LoadGenerator, take_turns
 from tetris_sglang.bench.models import Models, find_models
 from tetris_sglang.bench.results import ResultsFile
 from tetris_sglang.bench.runner import Bench
@@ -79,6 +83,19 @@ def test_resume_accepts_results_from_before_a_setting_existed(interrupted):
         ResultsFile(path, flagged, arms, resume=True)
 
 
+class RecordedRun:
+    """A run whose sample `measure` makes up from its server and its load."""
+
+    def __init__(self, measure, server, workload, settings, load, temperature, repeat):
+        self.server, self.read_sample = server, partial(measure, server, load)
+
+    def work(self, seconds):
+        return True
+
+    def end(self):
+        pass
+
+
 class Recorder:
     """Takes the place of servers: every run of every arm that starts is noted."""
 
@@ -86,7 +103,7 @@ class Recorder:
         self.started, self.frozen = [], []
         monkeypatch.setattr(runner, "check_memory", lambda count: None)
         monkeypatch.setattr(servers, "start_all", self.start_all)
-        monkeypatch.setattr(runner, "measure", self.measure)
+        monkeypatch.setattr(runner, "Run", partial(RecordedRun, self.measure))
         self.fails = fails
         self.failures = {}
         """By the arm's name: why its server does not start."""
@@ -96,7 +113,7 @@ class Recorder:
         names = [process.log_path.stem for process in processes]
         return [self.failures.get(name.replace("-", " ")) for name in names]
 
-    def measure(self, server, workload, settings, load, temperature, repeat):
+    def measure(self, server, load):
         self.frozen.append(server.is_frozen_between_runs)
         if server.arm.name == self.fails:
             raise servers.RunFailed("it went away")
@@ -160,11 +177,11 @@ def test_poisson_rounds_are_resumed_too(tmp_path, monkeypatch):
     taken = []
     Recorder(monkeypatch)
 
-    def measure(server, workload, settings, load, temperature, repeat):
+    def measure(server, load):
         taken.append(load)
         return make_sample("none", tokens_per_s=1, concurrency=None, request_rate=load.request_rate)
 
-    monkeypatch.setattr(runner, "measure", measure)
+    monkeypatch.setattr(runner, "Run", partial(RecordedRun, measure))
     Bench(settings, file, Models("target", {}), PROMPTS, tmp_path).run(group_arms(arms, 2))
     assert taken == [Load(request_rate=2.0)]
     assert [s["request_rate"] for s in file.results["samples"]] == [1.0, 2.0]
@@ -180,6 +197,112 @@ def test_resume_knows_what_a_setting_was_before_it_existed(interrupted):
     code = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none", workload="code")
     with pytest.raises(ValueError, match="workload='mixed'"):
         ResultsFile(path, code, arms, resume=True)
+
+
+# -- turns ---------------------------------------------------------------------------------------------------
+
+
+class RunOfTurns:
+    """Ends in its last turn, with a sample or a failure."""
+
+    def __init__(self, name, turns, log, failure=None):
+        self.name, self._left, self._log, self._failure = name, turns, log, failure
+
+    def work(self, seconds):
+        self._log.append((self.name, seconds))
+        self._left -= 1
+        return self._left == 0
+
+    def read_sample(self):
+        if self._failure:
+            raise self._failure
+        return {"arm": self.name}
+
+    def end(self):
+        self._log.append(f"{self.name} ends")
+
+
+def test_runs_take_turns_until_each_has_ended():
+    log, failure = [], servers.RunFailed("it went away")
+    runs = [RunOfTurns("a", 1, log), RunOfTurns("b", 3, log), RunOfTurns("c", 2, log, failure)]
+    outcomes = [(run.name, outcome) for run, outcome in take_turns(runs, 2.5)]
+    assert outcomes == [("a", {"arm": "a"}), ("c", failure), ("b", {"arm": "b"})]
+    turns = [entry[0] for entry in log if isinstance(entry, tuple)]
+    assert turns == ["a", "b", "c", "b", "c", "b"] and ("b", 2.5) in log
+    assert [entry for entry in log if isinstance(entry, str)] == ["a ends", "c ends", "b ends"]
+
+
+def test_runs_under_way_are_ended_when_a_comparison_stops():
+    log = []
+    turns = take_turns([RunOfTurns("a", 2, log), RunOfTurns("b", 1, log), RunOfTurns("c", 2, log)], 1)
+    assert next(turns)[0].name == "b"
+    turns.close()
+    assert log[-2:] == ["c ends", "a ends"]
+
+
+def test_the_clock_of_a_frozen_load_generator_stands_still(plugins, tmp_path, monkeypatch):
+    output_file = tmp_path / "result.jsonl"
+
+    def load(arguments):
+        """Write down how much the two clocks differ, once the parent has frozen this process twice."""
+        started_at = time.monotonic() - time.perf_counter()
+        (tmp_path / "began").touch()
+        while not (tmp_path / "frozen twice").exists():
+            time.sleep(0.001)
+        output_file.write_text(json.dumps(time.monotonic() - time.perf_counter() - started_at))
+
+    monkeypatch.setattr(measuring, "run_bench_serving", load)
+    generator = LoadGenerator(["--output-file", str(output_file)])
+    generator.start()
+    try:
+        while not (tmp_path / "began").exists():
+            assert not generator.wait(0.01)
+        frozen_s = 0.0
+        for _ in range(2):
+            generator.freeze()
+            frozen_at = time.monotonic()
+            assert not generator.wait(0.2)
+            frozen_s += time.monotonic() - frozen_at
+            generator.thaw()
+        (tmp_path / "frozen twice").touch()
+        assert generator.wait(None)
+    finally:
+        generator.stop()
+    assert frozen_s <= generator.read_result() < frozen_s + 0.1
+
+
+def test_why_a_load_generator_failed_comes_back(plugins, tmp_path, monkeypatch):
+    def load(arguments):
+        raise servers.RunFailed("no such data set")
+
+    monkeypatch.setattr(measuring, "run_bench_serving", load)
+    generator = LoadGenerator(["--output-file", str(tmp_path / "result.jsonl")])
+    generator.start()
+    assert generator.wait(None)
+    with pytest.raises(servers.RunFailed, match="no such data set"):
+        generator.read_result()
+
+
+@pytest.mark.parametrize(
+    ("options", "obstacle"),
+    [
+        ({"live_servers": 1}, "--live-servers 1"),
+        ({"phase_times": True}, "--phase-times"),
+        ({"arrivals": "poisson"}, "--arrivals poisson"),
+        ({"turn_seconds": -1.0}, "give 0 for whole runs"),
+    ],
+)
+def test_turns_are_refused_where_they_would_mislead(options, obstacle):
+    options = {"turn_seconds": 3.0, "phase_times": None} | options
+    with pytest.raises(ValueError, match=f"--turn-seconds .*{obstacle}"):
+        make_settings(**options)
+
+
+def test_phases_are_timed_unless_runs_take_turns():
+    assert make_settings(phase_times=None).phase_times
+    in_turns = make_settings(phase_times=None, turn_seconds=3.0)
+    assert not in_turns.phase_times and in_turns.turn_seconds == 3.0
+    assert report.describe_repeats(asdict(in_turns)).endswith("interleaved in turns of 3 s")
 
 
 # -- arms that are not available -----------------------------------------------------------------------------
@@ -280,13 +403,13 @@ def test_steps_are_recorded_on_a_server_of_their_own(tmp_path, monkeypatch):
     settings = make_settings(arms="none,full,tetris", k="2", extra="1", capacity_tokens="none")
     recorder, launched = Recorder(monkeypatch), []
 
-    def measure(server, workload, settings, load, temperature, repeat):
+    def measure(server, load):
         command_line = server.process.command
         record = Path(command_line[command_line.index("--speculative-tetris-record") + 1])
         open_for_writing(record, 3).close()
         launched.append((server.arm.name, load))
 
-    monkeypatch.setattr(runner, "measure", measure)
+    monkeypatch.setattr(runner, "Run", partial(RecordedRun, measure))
     models = Models("target", {"standalone": "draft"})
     arm, trace = runner.record_steps(settings.build_arms(), models, settings, PROMPTS, tmp_path)
     assert launched == [("tetris k=2+1", Load(16))] and recorder.started == [1]
@@ -338,7 +461,7 @@ def test_per_user_speed_is_the_median_requests_output_over_its_latency():
         "ttfts": [1.0, 1.0, 0.5],
         "itls": [[0.5, 0.5], [1.0, 2.0], [0.5]],
     }
-    assert servers.measure_per_user(result) == 5.0  # 10 / 2, 20 / 4, 30 / 1
+    assert measuring.measure_per_user(result) == 5.0  # 10 / 2, 20 / 4, 30 / 1
 
 
 # -- the command ---------------------------------------------------------------------------------------------

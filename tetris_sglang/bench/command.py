@@ -118,9 +118,20 @@ def bench(
             "one; then a drift of the machine's speed shows as a difference between arms."
         ),
     ] = 4,
+    turn_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Interleave runs more finely: each goes on for so many seconds, then it is frozen, its load generator and its "
+            "clock with it, and the next one goes on. For machines whose speed drifts. 0: whole runs, one after the other."
+        ),
+    ] = 0.0,
     phase_times: Annotated[
-        bool, typer.Option(help="Time the phases of TETRIS's steps: some ten clock readings per step.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="Time the phases of TETRIS's steps: some ten clock readings per step.",
+            show_default="on, with whole runs",
+        ),
+    ] = None,
     step_picture: Annotated[
         bool, typer.Option("--step-picture", help="Afterwards, record and draw some steps of a TETRIS arm.")
     ] = False,
@@ -173,10 +184,11 @@ def _compare(
     settings: Settings, pair: Path, out: Path, resume: bool, step_picture: bool, console: Console
 ) -> Results:
     from tetris_sglang.bench.arms import group_arms
+    from tetris_sglang.bench.measuring import bench_serving_arguments
     from tetris_sglang.bench.models import find_models
     from tetris_sglang.bench.results import ResultsFile
     from tetris_sglang.bench.runner import Bench, record_steps
-    from tetris_sglang.bench.servers import RunFailed, bench_serving_arguments
+    from tetris_sglang.bench.servers import RunFailed
 
     if step_picture:
         from tetris_sglang.bench.plots import plot_steps

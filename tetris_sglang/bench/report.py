@@ -1,6 +1,6 @@
 """Tables of a comparison, from its JSON alone.
 
-Runs of one round (same group of live servers, temperature, load and repeat) were taken one after the other, so every
+Runs of one round (same group of live servers, temperature, load and repeat) were taken one after the other or in turns, so every
 arm is divided by the reference of its own round; a cell is the median of those ratios with their smallest and largest
 value.
 """
@@ -511,6 +511,8 @@ def describe_workload(settings: dict[str, Any]) -> str:
 
 def describe_repeats(settings: dict[str, Any]) -> str:
     repeats = f"{settings['repeats']} repeat" + ("s" if settings["repeats"] > 1 else "")
-    return repeats + (
-        ", one arm after the other" if settings.get("live_servers") == 1 else ", arms interleaved"
-    )
+    if settings.get("live_servers") == 1:
+        return f"{repeats}, one arm after the other"
+    if turn := settings.get("turn_seconds"):
+        return f"{repeats}, arms interleaved in turns of {turn:g} s"
+    return f"{repeats}, arms interleaved"

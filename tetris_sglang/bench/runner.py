@@ -1,7 +1,7 @@
 """Takes every run of a comparison that is still missing.
 
-Several servers are up at once, all but the measured one frozen, and every repeat visits all of them, so that a change
-of the machine's speed meets every arm alike.
+Several servers are up at once, all but the measured one frozen, and every repeat visits all of them, in whole runs or in
+turns of seconds, so that a change of the machine's speed meets every arm alike.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tetris_sglang.bench.arms import REFERENCE, Arm, order_arms
+from tetris_sglang.bench.measuring import Run, take_turns
 from tetris_sglang.bench.models import Models
-from tetris_sglang.bench.results import ResultsFile
+from tetris_sglang.bench.results import ResultsFile, Sample
 from tetris_sglang.bench.servers import (
     LiveServer,
     RunFailed,
     check_memory,
-    measure,
     prepare_server,
     start_servers,
 )
@@ -89,25 +89,41 @@ class Bench:
             servers = self._start(available, stack)
             if group[0].family == REFERENCE and group[0] not in servers:
                 raise RunFailed(f"no reference: {self.file.results['unavailable'][group[0].name]}")
-            for repeat, temperature, load in rounds:
-                for arm in order_arms(group, repeat):
-                    bar.set_description(f"{arm.name} at {load}, repeat {repeat + 1}")
-                    if arm in servers:
-                        self._take(servers, arm, number, (repeat, temperature, load))
-                    bar.update()
+            for where in rounds:
+                self._take_round(servers, group, number, where, bar)
 
-    def _take(self, servers: dict[Arm, LiveServer], arm: Arm, number: int, where: Round) -> None:
+    def _take_round(
+        self, servers: dict[Arm, LiveServer], group: Sequence[Arm], number: int, where: Round, bar: tqdm
+    ) -> None:
         repeat, temperature, load = where
-        try:
-            sample = measure(servers[arm], self.workload, self.settings, load, temperature, repeat)
-        except RunFailed as error:
-            if arm.family == REFERENCE:
-                raise
-            # Its earlier samples stay: what it did before it failed is true.
-            self.file.mark_unavailable(arm, f"failed at {load}: {error}")
-            servers.pop(arm).process.stop()
+        runs = [
+            Run(servers[arm], self.workload, self.settings, load, temperature, repeat)
+            for arm in order_arms(group, repeat)
+            if arm in servers
+        ]
+        bar.set_description(f"{load}, repeat {repeat + 1}: {len(runs)} arms")
+        for run, outcome in take_turns(runs, self.settings.turn_seconds or None):
+            self._keep(servers, run.server.arm, outcome, f"failed at {load}", number, repeat)
+            bar.update()
+        bar.update(len(group) - len(runs))
+
+    def _keep(
+        self,
+        servers: dict[Arm, LiveServer],
+        arm: Arm,
+        outcome: Sample | RunFailed,
+        where: str,
+        number: int,
+        repeat: int,
+    ) -> None:
+        if not isinstance(outcome, RunFailed):
+            self.file.add({"group": number, "repeat": repeat, **outcome})
             return
-        self.file.add({"group": number, "repeat": repeat, **sample})
+        if arm.family == REFERENCE:
+            raise outcome
+        # Its earlier samples stay: what it did before it failed is true.
+        self.file.mark_unavailable(arm, f"{where}: {outcome}")
+        servers.pop(arm).process.stop()
 
     def _start(self, group: Sequence[Arm], stack: contextlib.ExitStack) -> dict[Arm, LiveServer]:
         check_memory(len(group))
@@ -137,7 +153,10 @@ def record_steps(
     try:
         if reasons := start_servers([server]):
             raise RunFailed(reasons[arm])
-        measure(server, workload, settings, max(settings.loads, key=lambda load: load.value), 0.0, 0)
+        largest = max(settings.loads, key=lambda load: load.value)
+        for _, outcome in take_turns([Run(server, workload, settings, largest, 0.0, 0)], None):
+            if isinstance(outcome, RunFailed):
+                raise outcome
     finally:
         server.process.stop()
     return arm, read_trace(record)

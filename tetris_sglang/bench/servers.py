@@ -1,29 +1,22 @@
-"""Servers of the arms: started, frozen between their runs, and measured."""
+"""Servers of the arms: started, and frozen while others are measured."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
 import json
-import os
 import re
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tetris_sglang.bench.arms import Arm
 from tetris_sglang.bench.models import Models
-from tetris_sglang.bench.results import Sample
 from tetris_sglang.bench.settings import Settings
-from tetris_sglang.bench.workloads import WARM_UP_PROMPTS, Load, Workload
-from tetris_sglang.load import count_drafts, flush_cache, generate, read_step_counts
+from tetris_sglang.bench.workloads import WARM_UP_PROMPTS
+from tetris_sglang.load import generate
 from tetris_sglang.server_process import ServerFailed, ServerProcess, start_all
 
 SERVER_GIB = 4.0  # a server's three processes without an accelerator, its target of 100 M parameters included
@@ -143,117 +136,3 @@ def check_memory(num_servers: int, meminfo: Path = Path("/proc/meminfo")) -> Non
             f"--live-servers {num_servers}: {num_servers} servers take {num_servers * SERVER_GIB:.1f} GiB, "
             f"{available_gib:.1f} GiB are available. Lower it (1: one server after the other)."
         )
-
-
-# -- measuring -----------------------------------------------------------------------------------------------
-
-
-def bench_serving_arguments(
-    url: str,
-    dataset: Sequence[str],
-    settings: Settings,
-    load: Load,
-    temperature: float,
-    repeat: int,
-    output_file: Path,
-) -> list[str]:
-    """The arguments of `python -m sglang.bench_serving`; its seed shuffles every arm's prompts alike."""
-    return [
-        *("--backend", "sglang", "--base-url", url, *dataset, "--seed", str(settings.seed + repeat)),
-        *("--num-prompts", str(load.num_prompts(settings.min_prompts)), *load.arguments()),
-        *("--sharegpt-output-len", str(settings.output_len), "--random-output-len", str(settings.output_len)),
-        *("--temperature", str(temperature), *shlex.split(settings.load_flags)),
-        *("--warmup-requests", "0", "--disable-tqdm", "--output-details", "--output-file", str(output_file)),
-    ]
-
-
-def run_bench_serving(arguments: Sequence[str]) -> dict[str, Any]:
-    """SGLang's command-line entry point in this process: importing it takes longer than a run.
-
-    Raises:
-        RunFailed: with the end of what it printed.
-    """
-    output_file = Path(arguments[arguments.index("--output-file") + 1])
-    output_file.unlink(missing_ok=True)
-    printed = io.StringIO()
-    argv, sys.argv = sys.argv, ["sglang.bench_serving", *arguments]
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            from sglang.benchmark import serving  # warns, across the progress bar
-
-            serving.cli_main()
-    except (Exception, SystemExit) as error:
-        raise RunFailed(
-            f"sglang.bench_serving ended with {error!r} after: {printed.getvalue()[-200:]}"
-        ) from error
-    finally:
-        sys.argv = argv
-    return json.loads(output_file.read_text())
-
-
-def measure(
-    server: LiveServer, workload: Workload, settings: Settings, load: Load, temperature: float, repeat: int
-) -> Sample:
-    """One run of one arm, alone on the machine but for the frozen servers.
-
-    Raises:
-        RunFailed: a request failed, or the server went away.
-    """
-    process, folder = server.process, server.records_folder
-    process.resume()
-    try:
-        try:
-            # Wakes the server and brings its weights back into the caches.
-            generate(process.url, WARM_UP_PROMPTS[:1], concurrency=1, max_new_tokens=8)
-            flush_cache(process.url)
-            before, num_records = read_step_counts(process.url), len(server.read_records())
-            dataset = workload.arguments(load.num_prompts(settings.min_prompts), repeat, folder)
-            arguments = bench_serving_arguments(
-                process.url, dataset, settings, load, temperature, repeat, folder / "result.jsonl"
-            )
-            result = run_bench_serving(arguments)
-            steps = read_step_counts(process.url).since(before)
-        except OSError as error:
-            raise RunFailed(f"{error!r}; the server's log ends with\n{process.log_tail(5)}") from error
-        completed, sent = result["completed"], len(result["errors"])
-        if completed != sent or not sent:
-            reason = next((error for error in result["errors"] if error), "no reason given")
-            raise RunFailed(f"{completed} of {sent} requests completed: {reason[-300:]}")
-        records = server.wait_for_records(num_records + completed)[num_records:]
-    finally:
-        if process.is_running and server.is_frozen_between_runs:
-            process.pause()
-    counts = count_drafts(records)
-    return {
-        "arm": server.arm.name,
-        "concurrency": load.concurrency,
-        "request_rate": load.request_rate,
-        "temperature": temperature,
-        "output_tokens_per_s": result["output_throughput"],
-        "per_user_tokens_per_s": measure_per_user(result),
-        **{
-            f"{short}_{quantile}_ms": result[f"{'median' if quantile == 'p50' else quantile}_{name}_ms"]
-            for short, name in (("ttft", "ttft"), ("tpot", "tpot"), ("itl", "itl"), ("e2e", "e2e_latency"))
-            for quantile in ("p50", "p99")
-        },
-        "num_prompts": completed,
-        "output_tokens": result["total_output_tokens"],
-        "duration_s": result["duration"],
-        "prompt_tokens": sum(record.get("prompt_tokens", 0) for record in records),
-        "cached_tokens": sum(record.get("cached_tokens", 0) for record in records),
-        "verify_steps": counts.verify_steps,
-        "selected": counts.selected,
-        "accepted": counts.accepted,
-        "num_steps": steps.num_steps,
-        "verified_rows": steps.verified_rows,
-        "phase_ms": dict(steps.phase_ms),
-        "output_hashes": [hashlib.sha256(t.encode()).hexdigest()[:8] for t in result["generated_texts"]],
-        # The machine's other work shows here: a frozen server adds nothing.
-        "load_average": os.getloadavg()[0],
-    }
-
-
-def measure_per_user(result: dict[str, Any]) -> float:
-    """Tokens per second as one user sees them: a request's output over its whole latency, the median request's."""
-    requests = zip(result["output_lens"], result["ttfts"], result["itls"], strict=True)
-    return median(tokens / (ttft + sum(itl)) for tokens, ttft, itl in requests)

@@ -69,6 +69,8 @@ class Settings:
     """Empty: the shipped pair."""
     draft_paths: tuple[str, ...] = ()
     """DRAFT=PATH each."""
+    turn_seconds: float = 0.0
+    """0: whole runs."""
 
     @property
     def one_by_one(self) -> bool:
@@ -139,6 +141,8 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         )
     if chosen.get("dataset") and not chosen.get("dataset_name"):
         raise ValueError("--dataset: say with --dataset-name which of sglang.bench_serving's formats it has")
+    turn_seconds = chosen.get("turn_seconds", 0.0)
+    _check_turns(turn_seconds, chosen)
     named = [pair.partition("=")[0] for pair in draft_paths]
     return Settings(
         shape="" if model_path else chosen.get("shape", PAIR_SHAPE),
@@ -154,7 +158,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         min_prompts=chosen["prompts"],
         repeats=chosen["repeats"],
         live_servers=chosen["live_servers"],
-        phase_times=chosen["phase_times"],
+        phase_times=not turn_seconds if chosen.get("phase_times") is None else chosen["phase_times"],
         seed=chosen["seed"],
         draft_shape=chosen.get("draft_shape", ""),
         server_flags=chosen.get("server_flags", ""),
@@ -167,7 +171,22 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         request_rate=_read_rates(chosen.get("arrivals", ARRIVALS[0]), chosen.get("request_rate")),
         model_path=model_path,
         draft_paths=draft_paths,
+        turn_seconds=turn_seconds,
     )
+
+
+def _check_turns(seconds: float, chosen: dict[str, Any]) -> None:
+    if seconds < 0:
+        raise ValueError(f"--turn-seconds {seconds}: give 0 for whole runs, or the length of a turn")
+    obstacles = {
+        "--live-servers 1: there is nobody to take turns with": chosen["live_servers"] == 1,
+        "--phase-times: a step that is frozen half-way has no true times": chosen.get("phase_times"),
+        "--arrivals poisson: requests would arrive while their server is frozen": chosen.get("arrivals")
+        == "poisson",
+    }
+    for obstacle, is_there in obstacles.items():
+        if seconds and is_there:
+            raise ValueError(f"--turn-seconds {seconds} does not go with {obstacle}. Give 0 for whole runs.")
 
 
 def _read_rates(arrivals: str, rates: str | None) -> tuple[float, ...]:
