@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -23,7 +24,7 @@ def check_parts(pair: Path, *parts: str) -> None:
 
 
 def read_prompts(pair: Path, kinds: Collection[str] | None = None) -> list[str]:
-    """Texts of every kind in turn, so that any run of consecutive ones is mixed alike.
+    """Texts of every kind in turn, short and long ones shuffled, so that any run of consecutive ones is mixed alike.
 
     Args:
         kinds: only these.
@@ -37,6 +38,8 @@ def read_prompts(pair: Path, kinds: Collection[str] | None = None) -> list[str]:
             prompt = json.loads(line)
             by_kind.setdefault(prompt.get("kind", ""), []).append(prompt["text"])
     chosen = [texts for kind, texts in by_kind.items() if kinds is None or kind in kinds]
+    for texts in chosen:
+        random.Random(0).shuffle(texts)
     return [text for in_turn in zip(*chosen, strict=False) for text in in_turn]
 
 

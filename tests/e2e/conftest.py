@@ -91,6 +91,8 @@ ROOMY = ("overlap", "synchronous", "switching", "tree")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
 TETRIS_SERVERS = ("overlap", "synchronous", "switching", "tree", "ngram", "eagle", "eagle3", "mtp")
 """Those of the fixture `tetris`; they record what they do."""
+FEATURED = ("overlap", "tree", "ngram", "eagle3")
+"""Chains and trees, with a model, a head and neither, with overlap scheduling and without."""
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
 LEAST_SUCCESS = {
     "overlap": 0.5, "synchronous": 0.5, "switching": 0.4, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
@@ -179,6 +181,14 @@ def tetris(servers, request):
     """The ordinary TETRIS server, with and without overlap scheduling, and one for every kind of draft."""
     yield servers.get(request.param)[0]
     servers.stop_one(request.param)
+
+
+@pytest.fixture
+def featured(tetris, request) -> Client:
+    """`tetris`, for what does not depend on more than `FEATURED` tells apart."""
+    if request.node.callspec.params["tetris"] not in FEATURED:
+        pytest.skip(f"{', '.join(FEATURED)} have every part of this server; its output is compared elsewhere")
+    return tetris
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,9 @@ from tests.e2e.conftest import ARGUMENTS, DRAFT, TARGET
 from tetris_sglang.server_process import ServerProcess
 
 
-def test_openai_completions_and_chat(plain, tetris, mixed_prompts):
+def test_openai_completions_and_chat(plain, featured, mixed_prompts):
     answers = []
-    for server in (plain, tetris):
+    for server in (plain, featured):
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
         completion = client.completions.create(
             model="default", prompt=mixed_prompts[1], max_tokens=24, temperature=0
@@ -54,10 +54,10 @@ def _choice(s, text):
     s += text + sgl.select("choice", choices=["import", "class", "return"])
 
 
-def test_frontend_language(plain, tetris):
+def test_frontend_language(plain, featured):
     """gen, fork and regex; select where upstream's endpoint supports it."""
     answers = []
-    for server in (plain, tetris):
+    for server in (plain, featured):
         backend = sgl.RuntimeEndpoint(server.url)
         state = _program.run(text="def read(self):\n", backend=backend)
         choice = _choice.run(text="x = 1\n    ", backend=backend)["choice"]

@@ -37,11 +37,11 @@ def test_drafts_are_accepted(tetris, mixed_prompts, request):
     assert accepted > LEAST_SUCCESS[kind] * selected
 
 
-def test_short_outputs(plain, tetris, mixed_prompts):
+def test_short_outputs(plain, featured, mixed_prompts):
     """max_new_tokens 1, 2 and 3 end inside a draft window."""
     each = [{"max_new_tokens": 1 + i % 3} for i in range(24)]
     expected = plain.generate_all(mixed_prompts[:24], each=each, ignore_eos=True)
-    actual = tetris.generate_all(mixed_prompts[:24], each=each, ignore_eos=True)
+    actual = featured.generate_all(mixed_prompts[:24], each=each, ignore_eos=True)
     assert texts(actual) == texts(expected)
     assert [o["meta_info"]["completion_tokens"] for o in actual] == [p["max_new_tokens"] for p in each]
 
@@ -58,26 +58,26 @@ def test_eos_inside_an_accepted_block(plain, tetris, mixed_prompts):
     assert all(o["meta_info"]["finish_reason"]["type"] == "stop" for o in actual)
 
 
-def test_stop_strings(plain, tetris, mixed_prompts):
+def test_stop_strings(plain, featured, mixed_prompts):
     each = [{"stop": stop} for stop in ("\n", " the", "):", "self", ".", ["e ", "a "], "\n\n", ",")]
     expected = plain.generate_all(mixed_prompts[:8], each=each, max_new_tokens=64)
-    actual = tetris.generate_all(mixed_prompts[:8], each=each, max_new_tokens=64)
+    actual = featured.generate_all(mixed_prompts[:8], each=each, max_new_tokens=64)
     assert texts(actual) == texts(expected)
     assert [o["meta_info"]["finish_reason"] for o in actual] == [
         o["meta_info"]["finish_reason"] for o in expected
     ]
 
 
-def test_parallel_samples(plain, tetris, mixed_prompts):
+def test_parallel_samples(plain, featured, mixed_prompts):
     """n > 1: greedy samples are all the greedy text."""
     expected = plain.generate(mixed_prompts[3], max_new_tokens=32)["text"]
-    outputs = tetris.generate(mixed_prompts[3], max_new_tokens=32, n=4)
+    outputs = featured.generate(mixed_prompts[3], max_new_tokens=32, n=4)
     assert texts(outputs) == [expected] * 4
-    sampled = tetris.generate(mixed_prompts[3], max_new_tokens=32, n=4, temperature=1.5)
+    sampled = featured.generate(mixed_prompts[3], max_new_tokens=32, n=4, temperature=1.5)
     assert len(set(texts(sampled))) > 1
 
 
-def test_min_new_tokens(plain, tetris, mixed_prompts):
+def test_min_new_tokens(plain, featured, mixed_prompts):
     """Stop tokens are masked by tokens generated, not by steps (upstream's speculation counts steps)."""
     outputs = plain.generate_all(mixed_prompts[:12], max_new_tokens=48)
     each = []
@@ -87,7 +87,7 @@ def test_min_new_tokens(plain, tetris, mixed_prompts):
             {"stop_token_ids": [ids[min(2 + i % 3, len(ids) - 1)]], "min_new_tokens": 4 + 3 * (i % 5)}
         )
     expected = plain.generate_all(mixed_prompts[:12], each=each, max_new_tokens=48)
-    actual = tetris.generate_all(mixed_prompts[:12], each=each, max_new_tokens=48)
+    actual = featured.generate_all(mixed_prompts[:12], each=each, max_new_tokens=48)
     assert texts(actual) == texts(expected)
     assert all(
         o["meta_info"]["completion_tokens"] >= p["min_new_tokens"] for o, p in zip(actual, each, strict=True)
@@ -98,24 +98,24 @@ def test_min_new_tokens(plain, tetris, mixed_prompts):
     assert texts(free) != texts(expected)
 
 
-def test_logit_bias(plain, tetris, mixed_prompts):
+def test_logit_bias(plain, featured, mixed_prompts):
     outputs = plain.generate_all(mixed_prompts[:8], max_new_tokens=24)
     each = [{"logit_bias": {str(o["output_ids"][5]): -100.0, "300": 3.0}} for o in outputs]
     expected = plain.generate_all(mixed_prompts[:8], each=each, max_new_tokens=24)
-    assert texts(tetris.generate_all(mixed_prompts[:8], each=each, max_new_tokens=24)) == texts(expected)
+    assert texts(featured.generate_all(mixed_prompts[:8], each=each, max_new_tokens=24)) == texts(expected)
     assert texts(expected) != texts(outputs)
 
 
-def test_regular_expressions(plain, tetris, mixed_prompts):
+def test_regular_expressions(plain, featured, mixed_prompts):
     """Grammar masks follow the drafted tokens; greedy and constrained is still greedy and constrained."""
     each = [
         {"regex": regex} for regex in (r"[0-9]{3}-[0-9]{4}", r"(yes|no|maybe)", r"[a-z ]{20}", r"(ab)+c")
     ] * 2
     expected = plain.generate_all(mixed_prompts[:8], each=each, max_new_tokens=40)
-    assert texts(tetris.generate_all(mixed_prompts[:8], each=each, max_new_tokens=40)) == texts(expected)
+    assert texts(featured.generate_all(mixed_prompts[:8], each=each, max_new_tokens=40)) == texts(expected)
 
 
-def test_logprobs(plain, tetris, mixed_prompts):
+def test_logprobs(plain, featured, mixed_prompts):
     params = {
         "return_logprob": True,
         "top_logprobs_num": 2,
@@ -123,7 +123,7 @@ def test_logprobs(plain, tetris, mixed_prompts):
         "max_new_tokens": 24,
     }
     expected = plain.generate_all(mixed_prompts[:8], **params)
-    actual = tetris.generate_all(mixed_prompts[:8], **params)
+    actual = featured.generate_all(mixed_prompts[:8], **params)
     for want, got in zip(expected, actual, strict=True):
         assert got["output_ids"] == want["output_ids"]
         for field in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
@@ -141,11 +141,11 @@ def _approximately(values: list[float]):
     return pytest.approx(values, abs=2e-4)
 
 
-def test_streaming_equals_not_streaming(plain, tetris, mixed_prompts):
+def test_streaming_equals_not_streaming(plain, featured, mixed_prompts):
     expected = plain.generate(mixed_prompts[7], max_new_tokens=48)["text"]
     body = make_request(mixed_prompts[7], max_new_tokens=48, stream=True)
     chunks = []
-    with requests.post(tetris.url + "/generate", json=body, stream=True, timeout=300) as response:
+    with requests.post(featured.url + "/generate", json=body, stream=True, timeout=300) as response:
         for line in response.iter_lines():
             if line.startswith(b"data: {"):
                 chunks.append(json.loads(line[6:])["text"])

@@ -106,10 +106,10 @@ def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):
         assert p_value(draw(Client(server.url, log_path), prompt_ids), exact) < 1e-6
 
 
-def test_mixed_batches_keep_greedy_requests_greedy(plain, tetris, mixed_prompts):
+def test_mixed_batches_keep_greedy_requests_greedy(plain, featured, mixed_prompts):
     """Greedy and sampled requests in one batch: the greedy ones give the greedy text."""
     each = [{} if i % 2 else PARAMS for i in range(16)]
     expected = plain.generate_all(mixed_prompts[:16], max_new_tokens=40)
-    actual = tetris.generate_all(mixed_prompts[:16], each=each, max_new_tokens=40)
+    actual = featured.generate_all(mixed_prompts[:16], each=each, max_new_tokens=40)
     assert [o["text"] for o in actual[1::2]] == [o["text"] for o in expected[1::2]]
     assert [o["text"] for o in actual[::2]] != [o["text"] for o in expected[::2]]

@@ -63,7 +63,7 @@ def answers(plain) -> dict[str, str]:
         for method in unittest.TestLoader().getTestCaseNames(kit)
     ],
 )
-def test_upstreams_kit(tetris, answers, kit, method, request):
+def test_upstreams_kit(featured, answers, kit, method, request):
     if method in LONG and request.node.callspec.params["tetris"] not in ("overlap", "tree"):
         pytest.skip(
             "it generates for half a minute; chains and trees have it, and test_greedy_parity this draft"
@@ -72,5 +72,5 @@ def test_upstreams_kit(tetris, answers, kit, method, request):
     if request.node.callspec.params["tetris"] in SWITCHING:
         # Steps that chance makes plain ones emit one token.
         case.batch_accept_len_thres = 1.0
-    case.base_url, case.parity_ref_outputs = tetris.url, answers
+    case.base_url, case.parity_ref_outputs = featured.url, answers
     getattr(case, method)()

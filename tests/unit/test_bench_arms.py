@@ -202,9 +202,11 @@ def test_every_repeat_takes_other_prompts_of_every_kind(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     texts = read_prompts(tmp_path)
     repeats = [ShippedPrompts(texts).take(3, repeat) for repeat in range(5)]
-    assert repeats[0] == ["code 0", "prose 0", "chat 0"] and repeats[1] == ["code 1", "prose 1", "chat 1"]
+    assert all(sorted(text.split()[0] for text in taken) == sorted(kinds) for taken in repeats)
+    # The file lists each kind from short to long.
+    assert [text for text in texts if text.startswith("prose")] != [f"prose {i}" for i in range(4)]
     assert sorted(chain(*repeats[:4])) == sorted(texts) and repeats[4] == repeats[0]
-    assert read_prompts(tmp_path, {"prose"}) == [f"prose {i}" for i in range(4)]
+    assert sorted(read_prompts(tmp_path, {"prose"})) == [f"prose {i}" for i in range(4)]
 
 
 def test_prompts_that_run_out_begin_again_a_word_later():
@@ -246,12 +248,34 @@ def test_a_shared_prefix_is_long_and_its_groups_alone():
     assert len(seen) == 9
 
 
+def test_unlike_requests_keep_their_own_temperatures(plugins, tmp_path):
+    from sglang.benchmark.datasets.openai_dataset import sample_openai_requests
+    from transformers import AutoTokenizer
+
+    workload = command.find_workload(make_settings(workload="unlike"), PAIR)
+    arguments = workload.arguments(5, 0, tmp_path)
+    rows = sample_openai_requests(
+        arguments[-1], 5, AutoTokenizer.from_pretrained(PAIR / "target"), fixed_output_len=64
+    )
+    expected = [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert [row.extra_request_body["temperature"] for row in rows] == expected == workload.temperatures(5)
+    assert [row.prompt[0]["content"] for row in rows] == workload.take(5, 0)
+    assert {row.output_len for row in rows} == {64}
+    # The backend given last counts, and the later arguments are the workload's.
+    settings = make_settings(workload="unlike")
+    given = bench_serving_arguments("URL", arguments, settings, settings.loads[0], 0.0, 0, tmp_path / "out")
+    assert [given[i + 1] for i, word in enumerate(given) if word == "--backend"] == [
+        "sglang",
+        "sglang-oai-chat",
+    ]
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_workload_is_made_of_the_shipped_prompts(name, tmp_path):
     workload = command.find_workload(make_settings(workload=name), PAIR)
     arguments = workload.arguments(8, 0, tmp_path)
-    assert arguments[:3] == ["--dataset-name", "custom", "--dataset-path"]
-    assert len(Path(arguments[3]).read_text().splitlines()) == 8
+    assert arguments[-3] == ("openai" if name == "unlike" else "custom") and arguments[-2] == "--dataset-path"
+    assert len(Path(arguments[-1]).read_text().splitlines()) == 8
 
 
 def test_a_dataset_is_passed_on_as_it_is(tmp_path):

@@ -228,13 +228,17 @@ def _compare(
 
 
 def find_workload(settings: Settings, pair: Path) -> Workload:
-    from tetris_sglang.bench.workloads import KINDS, Dataset, ShippedPrompts
+    from tetris_sglang.bench.workloads import KINDS, UNLIKE, UNLIKE_TEMPERATURES, Dataset, ShippedPrompts
     from tetris_sglang.pair import read_prompts
 
     if settings.dataset_name:
         return Dataset(settings.dataset_name, settings.dataset)
     kinds = {settings.workload} if settings.workload in KINDS else None
-    return ShippedPrompts(read_prompts(pair, kinds), shares_prefixes=settings.workload == SHARED_PREFIX)
+    return ShippedPrompts(
+        read_prompts(pair, kinds),
+        shares_prefixes=settings.workload == SHARED_PREFIX,
+        in_turn=UNLIKE_TEMPERATURES if settings.workload == UNLIKE else (),
+    )
 
 
 def write_reports(results: Results, json_path: Path) -> list[Path]:

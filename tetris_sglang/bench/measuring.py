@@ -159,7 +159,7 @@ class Run:
         temperature: float,
         repeat: int,
     ) -> None:
-        self.server, self._load, self._temperature = server, load, temperature
+        self.server, self._workload, self._load, self._temperature = server, workload, load, temperature
         num_prompts = load.num_prompts(settings.min_prompts)
         folder = server.records_folder
         self._generator = LoadGenerator(
@@ -248,10 +248,18 @@ class Run:
             "num_steps": steps.num_steps,
             "verified_rows": steps.verified_rows,
             "phase_ms": dict(steps.phase_ms),
-            "output_hashes": [hashlib.sha256(t.encode()).hexdigest()[:8] for t in result["generated_texts"]],
+            "output_hashes": [
+                hashlib.sha256(text.encode()).hexdigest()[:8]
+                for text in self._comparable(result["generated_texts"])
+            ],
             # The machine's other work shows here: a frozen server adds nothing.
             "load_average": os.getloadavg()[0],
         }
+
+    def _comparable(self, texts: Sequence[str]) -> list[str]:
+        """Without those of requests that are sampled whatever the run's temperature is: nobody expects equal ones."""
+        own = self._workload.temperatures(len(texts))
+        return [text for text, temperature in zip(texts, own, strict=True) if not temperature]
 
     def end(self) -> None:
         """Freeze the server again; end what has not ended."""

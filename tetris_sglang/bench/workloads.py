@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 KINDS = ("code", "prose", "chat", "repetitive")
 SHARED_PREFIX = "shared-prefix"
-WORKLOADS = ("mixed", *KINDS, SHARED_PREFIX)
-"""mixed: all kinds in turn. shared-prefix: the same in groups that begin with the same long text."""
+UNLIKE = "unlike"
+WORKLOADS = ("mixed", *KINDS, SHARED_PREFIX, UNLIKE)
+"""mixed: all kinds in turn. shared-prefix: the same in groups that begin with the same long text. unlike: all kinds in turn, as
+chats, every other request at temperature 1 instead of 0."""
+UNLIKE_TEMPERATURES = (0.0, 1.0)
 WARM_UP_PROMPTS = ("def main():\n", "The result is", "import os\n", "for i in range(10):\n")
 WAVES = 4
 POISSON_SECONDS = 10
@@ -69,6 +73,9 @@ class Workload(Protocol):
             folder: may be written to.
         """
 
+    def temperatures(self, count: int) -> list[float | None]:
+        """Each prompt's own; None: that of the run."""
+
 
 class Dataset(NamedTuple):
     """A user's own, in any of bench_serving's formats. Its seed, another one in each repeat, chooses the prompts."""
@@ -79,16 +86,35 @@ class Dataset(NamedTuple):
     def arguments(self, count: int, repeat: int, folder: Path) -> list[str]:
         return ["--dataset-name", self.name, *(("--dataset-path", self.path) if self.path else ())]
 
+    def temperatures(self, count: int) -> list[float | None]:
+        return [None] * count
+
 
 class ShippedPrompts(NamedTuple):
     """The texts that the repository ships."""
 
     texts: Sequence[str]
     shares_prefixes: bool = False
+    in_turn: Sequence[float] = ()
+    """Temperatures that the requests have in turn, instead of the run's."""
 
     def arguments(self, count: int, repeat: int, folder: Path) -> list[str]:
-        dataset = write_dataset(self.take(count, repeat), folder / "prompts.jsonl")
-        return ["--dataset-name", "custom", "--dataset-path", str(dataset)]
+        texts, path = self.take(count, repeat), folder / "prompts.jsonl"
+        if self.in_turn:
+            # The one format whose requests have parameters of their own.
+            dataset = write_chats(texts, self.temperatures(count), path)
+            return [
+                "--backend",
+                "sglang-oai-chat",
+                "--dataset-name",
+                "openai",
+                "--dataset-path",
+                str(dataset),
+            ]
+        return ["--dataset-name", "custom", "--dataset-path", str(write_dataset(texts, path))]
+
+    def temperatures(self, count: int) -> list[float | None]:
+        return [*islice(cycle(self.in_turn or [None]), count)]
 
     def take(self, count: int, repeat: int) -> list[str]:
         """Another `count` prompts for every repeat, from the start again when they run out."""
@@ -128,4 +154,13 @@ def write_dataset(texts: Sequence[str], out: Path) -> Path:
         for text in texts:
             turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
             file.write(json.dumps({"conversations": turns}) + "\n")
+    return out
+
+
+def write_chats(texts: Sequence[str], temperatures: Sequence[float], out: Path) -> Path:
+    """Write requests as `--dataset-name openai` reads them."""
+    with out.open("w") as file:
+        for text, temperature in zip(texts, temperatures, strict=True):
+            messages = [{"role": "user", "content": text}]
+            file.write(json.dumps({"messages": messages, "temperature": temperature}) + "\n")
     return out
