@@ -65,7 +65,6 @@ ARGUMENTS = {
     "auto": [*COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT)],
     # Plain steps in between, after which the draft's KV of what they emitted is caught up on.
     "perfect_switching": [*COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET)],
-    "switching": [*COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT)],
     "tree": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
@@ -83,19 +82,19 @@ ARGUMENTS = {
         "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, *CRAMPED,
     ],
 }  # fmt: skip
-SWITCHING = ("perfect_switching", "switching", "eagle3", "mtp")
+SWITCHING = ("perfect_switching", "eagle3", "mtp")
 """Those with plugins.SWITCHING_PLANS."""
 # Kept for the session, because other tests than those of one fixture use them.
 SHARED = ("plain", "overlap")
-ROOMY = ("overlap", "synchronous", "switching", "tree")
+ROOMY = ("overlap", "synchronous", "tree")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
-TETRIS_SERVERS = ("overlap", "synchronous", "switching", "tree", "ngram", "eagle", "eagle3", "mtp")
+TETRIS_SERVERS = ("overlap", "synchronous", "tree", "ngram", "eagle", "eagle3", "mtp")
 """Those of the fixture `tetris`; they record what they do."""
 FEATURED = ("overlap", "tree", "ngram", "eagle3")
 """Chains and trees, with a model, a head and neither, with overlap scheduling and without."""
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
 LEAST_SUCCESS = {
-    "overlap": 0.5, "synchronous": 0.5, "switching": 0.4, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
+    "overlap": 0.5, "synchronous": 0.5, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
     "mtp": 0.35,
 }  # fmt: skip
 
