@@ -308,7 +308,6 @@ def simulation() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "capacity": capacity("capacity.json"),
-    "capacity-precedents": capacity("capacity_precedents.json"),
     "capacity-useless": capacity("capacity_useless.json"),
     "fixed": fixed,
     "drafts": drafts("drafts.json"),

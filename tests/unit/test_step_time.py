@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tetris_sglang.capacity import PassTimes, StepShape, StepTimeModel
+from tetris_sglang.capacity.step_time import interpolate
 
 SEED = PassTimes(
     target_s={1: 0.010, 2: 0.0105, 4: 0.011, 8: 0.013, 16: 0.018, 32: 0.028, 64: 0.050},
@@ -28,6 +29,13 @@ def true_seconds(shape: StepShape) -> float:
         0.0014 + 0.00006 * shape.batch_size
     )
     return target + drafts + 0.001 + 0.0002 * shape.batch_size
+
+
+def test_disturbed_passes_take_no_longer_than_larger_or_repeated_ones():
+    """Two passes of 2 rows bound one of 4, one of 16 bounds one of 8; from the largest two on the slope goes on."""
+    times = {1: 0.010, 2: 0.011, 4: 0.050, 8: 0.040, 16: 0.032, 32: 0.040}
+    bounded = interpolate(np.array([1, 2, 4, 8, 16, 32, 48]), times)
+    assert bounded == pytest.approx([0.010, 0.011, 0.022, 0.032, 0.032, 0.040, 0.048])
 
 
 def test_starts_at_the_seeds():

@@ -204,11 +204,16 @@ def _powers_of_two(largest: int) -> np.ndarray:
 
 
 def interpolate(at: np.ndarray, times: Mapping[int, float]) -> np.ndarray:
-    """Linear between the timed sizes; beyond them with the outermost slope, but never falling."""
+    """Linear between the timed sizes; beyond them with the outermost slope, but never falling.
+
+    Other work on the machine only ever lengthens a pass. So one that took longer than a larger one, or than as many
+    smaller ones as have its size, was disturbed, and takes no longer than those.
+    """
     sizes = np.array(sorted(times), dtype=float)
     seconds = np.array([times[int(size)] for size in sizes])
-    # More rows take no less time: what says otherwise is noise.
-    seconds = np.maximum.accumulate(seconds)
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+    for i in range(1, len(sizes)):
+        seconds[i] = min(seconds[i], np.ceil(sizes[i] / sizes[i - 1]) * seconds[i - 1])
     curve = np.interp(at, sizes, seconds)
     if len(sizes) > 1:
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
