@@ -308,6 +308,7 @@ def simulation() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "capacity": capacity("capacity.json"),
+    "capacity-loads": capacity("capacity_loads.json"),
     "capacity-useless": capacity("capacity_useless.json"),
     "fixed": fixed,
     "drafts": drafts("drafts.json"),
