@@ -51,6 +51,10 @@ def bench_serving_arguments(
     ]
 
 
+def _find_output_file(arguments: Sequence[str]) -> Path:
+    return Path(arguments[arguments.index("--output-file") + 1])
+
+
 def _import_serving():
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         from sglang.benchmark import serving  # warns, across the progress bar
@@ -63,7 +67,7 @@ def run_bench_serving(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         RunFailed: with the end of what it printed.
     """
-    output_file = Path(arguments[arguments.index("--output-file") + 1])
+    output_file = _find_output_file(arguments)
     output_file.unlink(missing_ok=True)
     printed = io.StringIO()
     argv, sys.argv = sys.argv, ["sglang.bench_serving", *arguments]
@@ -83,7 +87,7 @@ class LoadGenerator:
     """sglang.bench_serving in a process of its own, which can be frozen: its clock stands still then."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._output_file = Path(arguments[arguments.index("--output-file") + 1])
+        self._output_file = _find_output_file(arguments)
         self._frozen_s = _FORK.RawValue("d", 0.0)
         self._frozen_at: float | None = None
         self._process = _FORK.Process(target=self._generate, args=(list(arguments),), daemon=True)
@@ -175,7 +179,7 @@ class Run:
         )
         self._has_begun = False
 
-    def work(self, seconds: float | None = None) -> bool:
+    def work(self, seconds: float | None) -> bool:
         """Let the run go on for so long (None: to its end). Returns whether it has ended; its server then still runs.
 
         Raises:
