@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Self
 DEFAULT_START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 20.0
 _POLL_S = 0.25
+_PORTS = range(10_000, 22_000)
 
 
 class ServerFailed(RuntimeError):
@@ -177,9 +179,20 @@ def start_all(
 
 
 def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that is still free when the server binds it, which is up to a minute later.
+
+    So none of those that systems give to outgoing connections (32768 and above on Linux, 49152 elsewhere): waiting for
+    an answer makes hundreds of these, and one that is given the server's port as its own connects to itself. SGLang
+    takes further ports from 22000 on (upstream: srt/utils/network.py, get_free_port_below_ephemeral).
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise ServerFailed(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free.")
 
 
 def _group_is_alive(group: int) -> bool:
