@@ -99,6 +99,14 @@ LEAST_SUCCESS = {
 }  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items):
+    """All tests of servers in one process, so that they share them; other processes run the rest meanwhile."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("servers"))
+
+
 class Servers:
     """Starts the servers asked for, at most two at a time, and keeps them for the session."""
 
