@@ -23,7 +23,7 @@ demo: env ## a real server with TETRIS on the shipped model pair, beside one wit
 	$(VENV)/bin/tetris-sglang demo
 
 test: env ## the whole test suite
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --durations 25
+	$(VENV)/bin/python -m pytest -n 2 --durations 25
 
 # ARGS="--full --resume" compares everything, for hours.
 bench: env ## no speculation, STANDALONE and TETRIS side by side

@@ -24,3 +24,15 @@ def plugins() -> None:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests of servers all in one process, so that they share these; another runs the rest meanwhile."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ServersTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "servers" if nodeid.startswith("tests/e2e/") else nodeid
+
+    return ServersTogether(config, log)

@@ -24,6 +24,8 @@ from mtp_checkpoint import make_mtp_checkpoint
 PAIR = REPOSITORY / "benchmarks" / "pair"
 TARGET, DRAFT = PAIR / "target", PAIR / "draft"
 NUM_STEPS = 5
+NUM_CONTINUED = 4
+"""Tokens behind the last pass's, where chains go on."""
 MTP_CHECKPOINT = "MTP_CHECKPOINT"
 TOKEN_MAP = "TOKEN_MAP"
 """These stand for files that are made when a server needs them."""
@@ -50,11 +52,12 @@ ARGUMENTS = {
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--disable-overlap-schedule",
         "--speculative-tetris-capacity-tokens", "10",
     ],
-    # The draft is the target, so every verified draft must be accepted: a stale, shifted or missing draft KV entry shows
-    # as a rejection.
+    # The draft is the target, so every draft of it must be accepted: a stale, shifted or missing draft KV entry shows
+    # as a rejection. Chains go on from the text, as far as it did; that may be wrong.
     "perfect": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
-        "--speculative-tetris-capacity-per-request", "5",
+        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_CONTINUED),
+        "--speculative-tetris-capacity-per-request", str(NUM_STEPS + NUM_CONTINUED),
     ],
     # The same with trees of all their nodes: the target's own chain is in each, so every level must be accepted.
     "perfect_tree": [
@@ -73,6 +76,7 @@ ARGUMENTS = {
     "eagle": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle"),
         "--speculative-tetris-capacity-per-request", "2.5", "--speculative-token-map", TOKEN_MAP,
+        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_CONTINUED),
     ],
     "eagle3": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
@@ -89,7 +93,8 @@ SHARED = ("plain", "overlap")
 ROOMY = ("overlap", "synchronous", "tree")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
 TETRIS_SERVERS = ("overlap", "synchronous", "tree", "ngram", "eagle", "eagle3", "mtp")
-"""Those of the fixture `tetris`; they record what they do."""
+"""Those of the fixture `tetris`."""
+RECORDING = (*TETRIS_SERVERS, "perfect")
 FEATURED = ("overlap", "tree", "ngram", "eagle3")
 """Chains and trees, with a model, a head and neither, with overlap scheduling and without."""
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
@@ -97,14 +102,6 @@ LEAST_SUCCESS = {
     "overlap": 0.5, "synchronous": 0.5, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
     "mtp": 0.35,
 }  # fmt: skip
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items):
-    """All tests of servers in one process, so that they share them; other processes run the rest meanwhile."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("servers"))
 
 
 class Servers:
@@ -128,13 +125,13 @@ class Servers:
             self._processes.pop(name).stop()
 
     def trace_path(self, name: str) -> Path:
-        """What a server of TETRIS_SERVERS records."""
+        """What a server of RECORDING records."""
         return self._log_folder / f"{name}.trace"
 
     def _make(self, name: str) -> ServerProcess:
         made = {MTP_CHECKPOINT: lambda: self._mtp_checkpoint, TOKEN_MAP: lambda: self._token_map}
         arguments = [str(made[argument]()) if argument in made else argument for argument in ARGUMENTS[name]]
-        if name in TETRIS_SERVERS:
+        if name in RECORDING:
             arguments += ["--speculative-tetris-record", str(self.trace_path(name))]
         environment = {"SGLANG_TETRIS_CACHE": str(self._log_folder)}
         if name in SWITCHING:

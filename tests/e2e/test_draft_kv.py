@@ -12,7 +12,8 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.client import texts
-from tests.e2e.conftest import LEAST_SUCCESS, NUM_STEPS, ROOMY, SWITCHING
+from tests.e2e.conftest import LEAST_SUCCESS, NUM_CONTINUED, NUM_STEPS, ROOMY, SWITCHING
+from tetris_sglang.trace import read_trace
 
 ALMOST_ALL = 0.98
 
@@ -89,6 +90,26 @@ def test_retraction_and_resumption_are_exact(plain, perfect, success_rate, mixed
     assert _count_retractions(perfect) > retractions_before, "the pool was large enough: nothing was tested"
     assert texts(actual) == texts(expected)
     assert success_rate(before, perfect.tetris_state()) > 0.92
+
+
+def test_every_draft_of_the_model_is_accepted_also_where_chains_went_on(
+    servers, plain, perfect, mixed_prompts, request
+):
+    """Continued tokens that were accepted have no draft KV until the next step's first pass."""
+    if request.node.callspec.params["perfect"] != "perfect":
+        pytest.skip("its chains or trees end with the last pass")
+    perfect.flush_cache()
+    begun = len(read_trace(servers.trace_path("perfect")).steps)
+    params = {"concurrency": 4, "max_new_tokens": 96, "ignore_eos": True}
+    outputs = perfect.generate_all(mixed_prompts[:12], **params)
+    assert texts(outputs) == texts(plain.generate_all(mixed_prompts[:12], **params))
+    perfect.flush_cache()
+    accepted = read_trace(servers.trace_path("perfect")).accepted[begun:]
+    assert accepted.shape[1] == NUM_STEPS + NUM_CONTINUED
+    by_model, continued = accepted[:, :NUM_STEPS], accepted[:, NUM_STEPS:]
+    # What the step before continued is what this one's first pass catches up on. The texts repeat themselves.
+    assert continued.any(axis=1).mean() > 0.2
+    assert by_model.all(axis=1).mean() > ALMOST_ALL
 
 
 # -- every kind of draft -------------------------------------------------------------------------------------------

@@ -7,17 +7,21 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tetris_sglang.drafting import (
+    FIRST_CONTINUED,
     FIRST_COPIED,
     INITIAL_OFFSETS,
+    NOT_CONTINUED,
     NUM_EVIDENCE,
     ChainGrower,
     Counsel,
     Precedent,
     TreeGrower,
     find_precedent,
+    is_precedents,
 )
 from tetris_sglang.drafting.precedent import COPIED_PROB, MAX_MATCH
 from tetris_sglang.runtime.learning import RequestsCalibration
+from tetris_sglang.runtime.planning import least_depths
 from tetris_sglang.selection import Calibration, EvidenceOffsets
 
 settings.register_profile("tetris", deadline=None, max_examples=100)
@@ -100,10 +104,10 @@ def random_precedent(generator: torch.Generator, batch: int, depth: int) -> Prec
     )
 
 
-def grow(seed: int, batch: int, branches: int, depth: int, calibrate):
+def grow(seed: int, batch: int, branches: int, depth: int, calibrate, num_continued: int = 0):
     """(proposal, precedent) of random drafts, every other one of which follows the precedent."""
     generator = torch.Generator().manual_seed(seed)
-    precedent = random_precedent(generator, batch, depth)
+    precedent = random_precedent(generator, batch, depth + num_continued)
 
     def draw(level: int, *above: int):
         tokens = torch.rand(batch, *above, VOCAB, generator=generator).argsort(dim=-1)[..., :branches]
@@ -132,6 +136,38 @@ def read_paths(proposal) -> list[list[list[int]]]:
             mine.append([*mine[parents[node + 1]], token])
         paths.append(mine[1:])
     return paths
+
+
+def continued_class(match_len: int) -> int:
+    return next(i for i, most in enumerate((1, 3, 7, 15, 10**9), start=1) if match_len <= most)
+
+
+@given(SEEDS, st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.sampled_from((0.0, 0.6, 1.0)))
+def test_chains_go_on_as_the_precedent_does_if_they_followed_it(seed, batch, depth, num_continued, copied):
+    calibrate = Copying(copied)
+    proposal, precedent = grow(seed, batch, 1, depth, calibrate, num_continued)
+    assert proposal.tokens.shape == (batch, depth + num_continued)
+    follows = is_precedents(proposal.evidence)
+    needed = least_depths(proposal.evidence, num_continued)
+    for request in range(batch):
+        match_len, stood = int(precedent.match_lens[request]), precedent.tokens[request].tolist()
+        tokens, evidence = proposal.tokens[request].tolist(), proposal.evidence[request].tolist()
+        followed = match_len > 0 and tokens[:depth] == stood[:depth]
+        for place in range(depth + num_continued):
+            is_stood = match_len > 0 and tokens[: place + 1] == stood[: place + 1]
+            if place < depth:
+                assert bool(follows[request, place]) == is_stood
+            else:
+                assert tokens[place] == stood[place]
+                kind = FIRST_CONTINUED - 1 + continued_class(match_len + place)
+                assert evidence[place] == (kind if followed else NOT_CONTINUED)
+                assert float(proposal.scores[request, place]) == pytest.approx(copied if followed else 0.0)
+                assert float(proposal.probs[request, place]) == (COPIED_PROB if followed else 0.0)
+            # With fewer passes the place would still hold this token if what is copied from the text reaches it.
+            reaches = followed if place >= depth else is_stood
+            assert int(needed[request, place]) == (
+                max(1, place + 1 - num_continued) if reaches else place + 1
+            )
 
 
 SHAPES = st.tuples(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))

@@ -245,10 +245,22 @@ def test_number_of_steps(make_args, num_steps):
     )
 
 
-@pytest.mark.parametrize("num_steps, num_draft_tokens", [(4, 4), (4, 1), (4, 6), (None, 5)])
+@pytest.mark.parametrize("num_steps, num_draft_tokens", [(4, 4), (4, 1), (4, 66), (None, 5)])
 def test_number_of_draft_tokens_that_contradicts_the_steps(make_args, num_steps, num_draft_tokens):
     args = make_args(speculative_num_steps=num_steps, speculative_num_draft_tokens=num_draft_tokens)
     assert_refused(args, f"--speculative-num-draft-tokens {num_draft_tokens}", "Leave the former out")
+
+
+def test_chains_that_continue_the_text_need_a_model_and_calibration(make_args, environment):
+    args = make_args(speculative_num_steps=4, speculative_num_draft_tokens=11)
+    validate_server_args(args)
+    environment["SGLANG_TETRIS_CALIBRATION"] = "false"
+    assert_refused(args, "--speculative-num-draft-tokens 11", "--speculative-tetris-calibration is off")
+    del environment["SGLANG_TETRIS_CALIBRATION"]
+    args = make_args(
+        speculative_draft_model_path=None, speculative_num_steps=4, speculative_num_draft_tokens=11
+    )
+    assert_refused(args, "--speculative-num-draft-tokens 11", "Give --speculative-num-steps 10")
 
 
 @pytest.mark.parametrize("topk", [0, -1, 17])

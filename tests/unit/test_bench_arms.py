@@ -315,3 +315,14 @@ def test_bench_serving_knows_every_argument(plugins, tmp_path, monkeypatch):
     assert (closed.max_concurrency, closed.request_rate) == (1, float("inf"))
     assert (poisson.max_concurrency, poisson.request_rate) == (None, 1.0)
     assert closed.sharegpt_output_len == closed.random_output_len == 64
+
+
+def test_automatic_arms_with_chains_that_go_on_from_the_text():
+    settings = make_settings(arms="auto", num_steps=4, continued=5, drafts="eagle,ngram")
+    arms = [arm for arm in settings.build_arms() if arm.family == "auto"]
+    assert [arm.name for arm in arms] == ["auto eagle D=4", "auto eagle D=4+5", "auto ngram D=4"]
+    flags = [arm.flags("folder", phase_times=False) for arm in arms]
+    assert flags[1][-2:] == ["--speculative-num-draft-tokens", "10"]
+    assert flags[1][:-2] == flags[0]
+    with pytest.raises(ValueError, match="--continued -1"):
+        make_settings(continued=-1)

@@ -20,6 +20,7 @@ class Arm:
     k: drafts verified per request and step, on average. extra: drafts beyond k that selection chooses from.
     capacity_tokens: instead of k, drafts verified per step over the whole batch, of num_steps drafted per request.
     draft: what drafts, one of DRAFTS. topk: branches of a draft tree, which is num_steps deep; 1: chains.
+    continued: of auto: tokens with which chains go on from the text, behind the num_steps that the model drafts.
     """
 
     family: str
@@ -29,6 +30,7 @@ class Arm:
     num_steps: int = 0
     draft: str = "standalone"
     topk: int = 1
+    continued: int = 0
 
     @property
     def name(self) -> str:
@@ -45,7 +47,7 @@ class Arm:
         if self.family == "adaptive":
             return name
         if self.family == "auto":
-            return f"{name} D={self.num_steps}"
+            return f"{name} D={self.num_steps}" + (f"+{self.continued}" if self.continued else "")
         if self.family == "full":
             return f"{name} D={self.k}"
         if self.capacity_tokens:
@@ -79,6 +81,8 @@ class Arm:
             return ["--speculative-algorithm", self.algorithm, *drafting, *branches, *chain]
         if self.topk > 1:
             drafting += ["--speculative-eagle-topk", str(self.topk)]
+        if self.continued:
+            drafting += ["--speculative-num-draft-tokens", str(self.num_steps + self.continued + 1)]
         if self.family == "auto":
             return ["--speculative-algorithm", "TETRIS", *drafting]
         return [

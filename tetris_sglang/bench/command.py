@@ -68,6 +68,10 @@ def bench(
     topk: Annotated[
         str, typer.Option(help="Branches of draft trees, --num-steps deep, of k + extra nodes; 1: chains.")
     ] = "1",
+    continued: Annotated[
+        int,
+        typer.Option(help="Also auto with chains that go on from the request's own text by so many tokens."),
+    ] = 0,
     workload: Annotated[str, typer.Option(help=f"The shipped prompts: {', '.join(WORKLOADS)}.")] = WORKLOADS[
         0
     ],

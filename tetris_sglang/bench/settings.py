@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -71,6 +71,8 @@ class Settings:
     """DRAFT=PATH each."""
     turn_seconds: float = 0.0
     """0: whole runs."""
+    continued: int = 0
+    """Above 0: auto also with chains that go on from the text."""
 
     @property
     def one_by_one(self) -> bool:
@@ -93,7 +95,10 @@ class Settings:
         for draft, topk in product(self.drafts, self.topk):
             depth = self.num_steps if topk > 1 else 0
             if "auto" in self.families:
-                arms.append(Arm("auto", num_steps=self.num_steps, draft=draft, topk=topk))
+                automatic = Arm("auto", num_steps=self.num_steps, draft=draft, topk=topk)
+                arms.append(automatic)
+                if self.continued and topk == 1 and draft != "ngram":
+                    arms.append(replace(automatic, continued=self.continued))
             for k in self.k:
                 arms += self._build_with_k(k, depth, draft, topk)
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):
@@ -128,6 +133,8 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
     for name in ("repeats", "output_len", "prompts", "num_steps", "live_servers"):
         if chosen[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} {chosen[name]}: give a number above 0")
+    if chosen.get("continued", 0) < 0:
+        raise ValueError(f"--continued {chosen['continued']}: give a number of tokens, or 0 for no such arm")
     if chosen["output_len"] < 4:
         raise ValueError(f"--output-len {chosen['output_len']}: sglang.bench_serving wants 4 or more")
     model_path, draft_paths = chosen.get("model_path", ""), tuple(chosen.get("draft_paths", ()))
@@ -172,6 +179,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         model_path=model_path,
         draft_paths=draft_paths,
         turn_seconds=turn_seconds,
+        continued=chosen.get("continued", 0),
     )
 
 

@@ -23,7 +23,8 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
     The largest C survivals of the nodes down to a depth, summed, divided by the batch size.
 
     Args:
-        survival: [batch, n] float32. depths: [n] or [batch, n] integers, from 1.
+        survival: [batch, n] float32. depths: [n] or [batch, n] integers, from 1: the least to which a step has to draft to
+            have the node.
         shares: [num_shares] float32, capacities per request.
     Returns:
         [max_depth, num_shares] float32, on the same device.
@@ -50,6 +51,7 @@ class AcceptCurves:
 
     Args:
         max_depth: of the drafts. shares: as `capacity_shares`.
+        num_continued: tokens of a chain that go beyond its depth.
     """
 
     _FIRST_GUESS = 0.6
@@ -60,7 +62,8 @@ class AcceptCurves:
     _TRUST_TOKENS = 4.0
     """Of what is expected, taken to be accepted before anything was."""
 
-    def __init__(self, max_depth: int, shares: list[float]) -> None:
+    def __init__(self, max_depth: int, shares: list[float], num_continued: int = 0) -> None:
+        self._num_continued = num_continued
         self.shares = np.array(shares)
         self._num_seen = 0.0
         self._expected = self._confirmed = 0.0
@@ -109,4 +112,5 @@ class AcceptCurves:
         left, right = self.shares[at], self.shares[at + 1]
         share = np.clip((capacity_shares - left) / (right - left), 0.0, 1.0)
         per_request = (1 - share) * self._curves[depths, at] + share * self._curves[depths, at + 1]
-        return np.minimum(self.confidence * per_request, np.minimum(depths, capacity_shares))
+        most = np.minimum(depths + self._num_continued, capacity_shares)
+        return np.minimum(self.confidence * per_request, most)

@@ -18,12 +18,15 @@ from tetris_sglang.drafting.ngram_reference import (
     propose_by_lookup_reference,
 )
 from tetris_sglang.drafting.precedent import (
+    FIRST_CONTINUED,
     FIRST_COPIED,
     INITIAL_OFFSETS,
+    NOT_CONTINUED,
     NUM_EVIDENCE,
     Counsel,
     Precedent,
     find_precedent,
+    is_precedents,
 )
 from tetris_sglang.drafting.proposal import (
     Calibrate,
@@ -41,9 +44,11 @@ from tetris_sglang.drafting.proposal import (
 )
 
 __all__ = [
+    "FIRST_CONTINUED",
     "FIRST_COPIED",
     "INITIAL_OFFSETS",
     "LEAST_PROB",
+    "NOT_CONTINUED",
     "NUM_EVIDENCE",
     "PRIOR",
     "Calibrate",
@@ -64,6 +69,7 @@ __all__ = [
     "count_nodes",
     "estimate_probs",
     "find_precedent",
+    "is_precedents",
     "look_up",
     "look_up_reference",
     "make_grid",

@@ -40,7 +40,7 @@ class ChainGrower:
 
     Args:
         tokens, probs: [batch, 1]. calibrate: what probabilities are worth.
-        precedent: as deep as the chains will be; default: none is asked.
+        precedent: as deep as the chains will be, continued tokens included; default: none is asked.
     """
 
     frontier_rows = None
@@ -64,12 +64,18 @@ class ChainGrower:
         self.frontier_tokens = level[0]
 
     def finish(self, max_nodes: int) -> Proposal:
+        """Chains of at most `max_nodes` tokens: of the levels', and as many behind them as the precedents are deeper."""
         parts = [torch.cat(part, dim=1)[:, :max_nodes] for part in zip(*self._levels, strict=True)]
         tokens, probs = parts[:2]
         depths = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         if self._counsel is None:
             return Proposal(tokens, self._calibrate(probs, depths, None), None, probs)
-        probs, scores, evidence = self._counsel.score(slice(0, len(depths)), depths, Choice(*parts))
+        columns = tokens, *self._counsel.score(slice(0, len(depths)), depths, Choice(*parts))
+        end = min(max_nodes, self._counsel.num_levels)
+        if end > len(depths):
+            continued = self._counsel.go_on(slice(len(depths), end), self._is_followed)
+            columns = tuple(torch.cat(pair, dim=1) for pair in zip(columns, continued, strict=True))
+        tokens, probs, scores, evidence = columns
         return Proposal(tokens, scores, None, probs, evidence)
 
 

@@ -5,6 +5,9 @@ longest earlier match of the text's end goes on as the draft does, the draft is 
 match goes on differently. So every drafted token carries what the precedent says of it, one of NUM_EVIDENCE kinds, and
 what each kind is worth is learnt (selection/evidence.py). Where the precedent's own token is then the likelier one, it is
 drafted in the place of the model's: the model goes on from there.
+
+And where the precedent was followed down to the model's last token, what follows there can be drafted, too: tokens that no
+pass of the model has to pay for ("continued" ones).
 """
 
 from __future__ import annotations
@@ -27,12 +30,18 @@ NO_EVIDENCE = 0
 FIRST_COPIED = 1 + 2 * _LENGTH_CLASSES
 """Kinds below: by rising match length two each, the precedent goes on with this token, or differently. From here on, by
 match length: the token is the precedent's and not the model's."""
-NUM_EVIDENCE = FIRST_COPIED + _LENGTH_CLASSES
+FIRST_CONTINUED = FIRST_COPIED + _LENGTH_CLASSES
+"""From here on, by match length: no model was asked, the token continues the precedent behind the model's last."""
+_CONTINUED_CLASSES = 5
+"""As above, and from 16 tokens on: those that were drafted on the way count as shared."""
+NOT_CONTINUED = FIRST_CONTINUED + _CONTINUED_CLASSES
+"""There was nothing to continue: the place holds no draft."""
+NUM_EVIDENCE = NOT_CONTINUED + 1
 COPIED_PROB = 0.5
-"""What stands for the model's probability of a copied token. Calibrated, such a token is worth what its kind has been."""
-INITIAL_OFFSETS = (*[0.0] * FIRST_COPIED, -3.0, -2.5, -2.0, -1.5)
+"""What stands for the model's probability of a copied or continued token. Calibrated, it is worth what its kind has been."""
+INITIAL_OFFSETS = (*[0.0] * FIRST_COPIED, -3.0, -2.5, -2.0, -1.5, 0.0, 0.0, 0.5, 1.0, 1.5, 0.0)
 """Log-odds of each kind before anything was seen. A copied token counts for little: drafts that contradict the text have to
-fail first, so a draft that is always right keeps all of its tokens."""
+fail first, so a draft that is always right keeps all of its tokens. A continued one takes no model's place."""
 
 
 class Precedent(NamedTuple):
@@ -59,6 +68,12 @@ def find_precedent(
     steps = torch.arange(depth, dtype=torch.int32, device=history.device)
     tokens, _ = copy_on(windows, known_lens, starts, steps)
     return Precedent(tokens[:, 0], match_lens[:, 0].clamp_min(0))
+
+
+def is_precedents(evidence: Tensor) -> Tensor:
+    """Whether tokens with this evidence are the precedent's, and those before them on their chains were, too."""
+    agrees = (evidence < FIRST_COPIED) & (evidence % 2 == 1)
+    return agrees | ((evidence >= FIRST_COPIED) & (evidence != NOT_CONTINUED))
 
 
 class Choice(NamedTuple):
@@ -92,11 +107,13 @@ class Counsel:
 
     def __init__(self, precedent: Precedent, calibrate: Calibrate) -> None:
         self._calibrate, self._precedent = calibrate, precedent
+        self.num_levels = precedent.tokens.shape[1]
         # For all levels at once: there is little to each, so it costs what launching it takes.
-        levels = torch.arange(precedent.tokens.shape[1], device=precedent.tokens.device)
+        levels = torch.arange(self.num_levels, device=precedent.tokens.device)
         lens = (precedent.match_lens[:, None] + levels).to(torch.float32)
         # The binary exponent is the class: 1 for a length of 1, 2 for 2 to 3, 3 for 4 to 7.
-        classes = torch.frexp(lens).exponent.clamp_max_(_LENGTH_CLASSES).to(torch.int64)
+        self._exponents = torch.frexp(lens).exponent.to(torch.int64)
+        classes = self._exponents.clamp_max(_LENGTH_CLASSES)
         self._contradicted, self._copied = 2 * classes, classes + (FIRST_COPIED - 1)
         self._copy_below = calibrate.find_rival(levels + 1, self._copied, self._contradicted)
         self.exists = (precedent.match_lens > 0)[:, None]
@@ -142,3 +159,18 @@ class Counsel:
         evidence = torch.where(choice.is_copied, self._copied[:, levels], evidence)
         probs = choice.probs.masked_fill(choice.is_copied, COPIED_PROB)
         return probs, self._calibrate(probs, depths, evidence), evidence
+
+    def go_on(self, levels: slice, was_followed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Continue the precedents behind the model's last tokens.
+
+        Args:
+            levels: of the continued tokens, from 0. was_followed: [batch, 1] bool, whether there is something to continue.
+        Returns:
+            tokens [batch, n] int64, and probs, scores and evidence as `score` returns them; score 0 where there is nothing.
+        """
+        classes = self._exponents[:, levels].clamp(1, _CONTINUED_CLASSES)
+        evidence = torch.where(was_followed, classes + (FIRST_CONTINUED - 1), NOT_CONTINUED)
+        probs = COPIED_PROB * was_followed.to(torch.float32).expand(evidence.shape)
+        depths = torch.arange(levels.start + 1, levels.stop + 1, device=evidence.device)
+        scores = self._calibrate(probs, depths, evidence) * was_followed
+        return self._precedent.tokens[:, levels], probs, scores, evidence

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tetris_sglang.config import DEFAULT_NUM_STEPS, SETTINGS, Setting, TetrisConfig, export_arguments
+from tetris_sglang.config import (
+    DEFAULT_NUM_STEPS,
+    MAX_NUM_STEPS,
+    SETTINGS,
+    Setting,
+    TetrisConfig,
+    export_arguments,
+)
 from tetris_sglang.drafting import count_nodes
 from tetris_sglang.runtime import draft_kind
 from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
@@ -199,11 +206,11 @@ def validate_server_args(args) -> None:
             f"Record with --dp-size 1."
         )
     kind = _validate_models(args, config)
-    _validate_trees(args, num_steps, kind, device)
+    _validate_shape(args, num_steps, kind, device, config)
     os.environ[draft_kind.VARIABLE] = kind
 
 
-def _validate_trees(args, num_steps: int, kind: str, device: str) -> None:
+def _validate_shape(args, num_steps: int, kind: str, device: str, config: TetrisConfig) -> None:
     topk, num_draft_tokens = args.speculative_eagle_topk, args.speculative_num_draft_tokens
     if topk is not None and not 1 <= topk <= MAX_TOPK:
         raise ValueError(
@@ -211,12 +218,7 @@ def _validate_trees(args, num_steps: int, kind: str, device: str) -> None:
             f"in that range."
         )
     if (topk or 1) == 1:
-        if num_draft_tokens not in (None, num_steps + 1):
-            raise ValueError(
-                f"--speculative-num-draft-tokens {num_draft_tokens} contradicts --speculative-num-steps {num_steps}: a chain "
-                f"has num_steps + 1 = {num_steps + 1} tokens. Leave the former out, or draft trees with "
-                f"--speculative-eagle-topk."
-            )
+        _validate_chains(num_draft_tokens, num_steps, kind, config)
         return
     if device == "cuda" and (args.attention_backend or "flashinfer") != "flashinfer":
         raise ValueError(
@@ -234,6 +236,28 @@ def _validate_trees(args, num_steps: int, kind: str, device: str) -> None:
             f"--speculative-num-draft-tokens {num_draft_tokens}: a tree of --speculative-num-steps {num_steps} and "
             f"--speculative-eagle-topk {topk} has at least {num_steps + 1} and at most {most} tokens, its root included. "
             f"Choose a value in that range, or leave it out."
+        )
+
+
+def _validate_chains(num_draft_tokens: int | None, num_steps: int, kind: str, config: TetrisConfig) -> None:
+    if num_draft_tokens in (None, num_steps + 1):
+        return
+    given = f"--speculative-num-draft-tokens {num_draft_tokens} with --speculative-num-steps {num_steps}"
+    if not num_steps + 1 < num_draft_tokens <= MAX_NUM_STEPS + 1:
+        raise ValueError(
+            f"{given}: a chain has num_steps + 1 = {num_steps + 1} tokens, or more, up to {MAX_NUM_STEPS + 1}, of which those "
+            f"beyond continue what stood in the request's own text. Leave the former out, or draft trees with "
+            f"--speculative-eagle-topk."
+        )
+    if kind == draft_kind.NGRAM:
+        raise ValueError(
+            f"{given}: n-grams draft all of a chain from the request's own text. Give --speculative-num-steps "
+            f"{num_draft_tokens - 1}, and leave --speculative-num-draft-tokens out."
+        )
+    if not config.calibration:
+        raise ValueError(
+            f"{given}: what continues the request's own text is scored by how it fared before, and "
+            f"--speculative-tetris-calibration is off. Turn it on, or leave --speculative-num-draft-tokens out."
         )
 
 

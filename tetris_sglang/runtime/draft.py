@@ -50,6 +50,7 @@ from tetris_sglang.runtime.windows import (
     align_right,
     make_draft_input,
     make_window_input,
+    narrow_window,
     read_window,
 )
 
@@ -93,13 +94,25 @@ class ModelDraft:
         return self.shift == 1
 
     @property
-    def keeps_chains(self) -> bool:
-        """Whether drafting leaves the KV of accepted tokens in place: heads miss the target's states, trees the places."""
+    def num_continued(self) -> int:
+        """Tokens of a chain behind the last pass's: no pass drafts them, they continue a precedent."""
+        return self.speculative_num_draft_tokens - 1 - self.speculative_num_steps if self.topk == 1 else 0
+
+    @property
+    def leaves_kv(self) -> bool:
+        """Whether drafting leaves the KV of accepted tokens in place, but for the deepest one's and for continued ones':
+        heads miss the target's states, trees the places."""
         return self.topk == 1 and not self.reads_hidden_states
 
     @property
+    def has_full_windows(self) -> bool:
+        """Whether every step's window is as wide as any."""
+        return self.leaves_kv and not self.num_continued
+
+    @property
     def window_width(self) -> int:
-        return 2 if self.keeps_chains else self.speculative_num_steps + 1
+        passes = 1 if self.leaves_kv else self.speculative_num_steps
+        return 1 + passes + self.num_continued
 
     @property
     def hidden_mode(self) -> CaptureHiddenMode:
@@ -111,8 +124,8 @@ class ModelDraft:
         return CaptureHiddenMode.FULL if self.reads_hidden_states else CaptureHiddenMode.NULL
 
     def count_nodes(self, depth: int) -> int:
-        """Tokens that a request drafts to `depth`."""
-        return min(self.speculative_num_draft_tokens - 1, count_nodes(depth, self.topk))
+        """Tokens that a request drafts with `depth` passes."""
+        return min(self.speculative_num_draft_tokens - 1, count_nodes(depth, self.topk) + self.num_continued)
 
     def alloc_missed(self, req_to_token_pool) -> None:
         """Where tokens wait that steps without drafting emit; when the pools are there."""
@@ -166,7 +179,7 @@ class ModelDraft:
         return self._hand_over(known, known.new_full((len(known),), 2 - self.shift), states, next_token_ids)
 
     def after_verify(
-        self, batch, accepted: AcceptedTokens, hidden_states: Tensor | None, qo_indptr: Tensor
+        self, batch, accepted: AcceptedTokens, hidden_states: Tensor | None, qo_indptr: Tensor, depth: int
     ) -> EagleDraftInput:
         """Hand the accepted tokens to the next step.
 
@@ -174,11 +187,17 @@ class ModelDraft:
             batch: the decode ScheduleBatch, its lengths still those of before.
             hidden_states: [num_tokens, hidden_size] the target's, in packed rows, if the draft reads them.
             qo_indptr: [batch + 1], where each request's rows begin.
+            depth: passes that drafted.
         """
         width = self.window_width
-        if self.keeps_chains:
+        if self.leaves_kv:
             known = torch.stack((accepted.last_tokens, accepted.bonus_tokens), dim=1)
-            return self._hand_over(known, None, None, accepted.bonus_tokens)
+            if not self.num_continued:
+                return self._hand_over(known, None, None, accepted.bonus_tokens)
+            # Continued tokens that were accepted are missing, too.
+            tokens = align_right(accepted.target_tokens, accepted.accept_lens + 1)[:, -width:-2]
+            counts = (accepted.accept_lens + (2 - depth)).clamp(min=2)
+            return self._hand_over(torch.cat((tokens, known), dim=1), counts, None, accepted.bonus_tokens)
         counts = accepted.accept_lens + 1
         tokens = align_right(accepted.target_tokens[:, :width], counts)
         states = None
@@ -204,7 +223,7 @@ class ModelDraft:
         if self._missed.is_full:
             self._catch_up(batch)
         window = read_window(draft_input)
-        if self.keeps_chains:
+        if self.has_full_windows:
             window = window._replace(counts=None)
         self._missed.push(batch.req_pool_indices, window)
         if hidden_states is not None:
@@ -241,9 +260,11 @@ class ModelDraft:
             return self.captured.replay(
                 window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, temperatures, depth
             )
-        if self.keeps_chains:
+        if self.has_full_windows:
             window = window._replace(counts=None)
-        places = self.locate(window.counts, batch.seq_lens, batch.req_pool_indices, depth)
+        elif self.device == "cpu":
+            window = narrow_window(window)
+        places = self.locate(window, batch.seq_lens, batch.req_pool_indices, depth)
         extra = 1 - self.shift
         ends = batch.seq_lens + extra
         ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
@@ -252,9 +273,10 @@ class ModelDraft:
         precedent = self.find_precedent(batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, depth)
         return self.run(first, rest, window, places, temperatures, precedent, depth, self.forward_model)
 
-    def locate(self, counts: Tensor | None, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
-        """Where the passes of a step write; see `Window` and `Places`. Shapes depend on the arguments' shapes alone."""
-        width, device = self.window_width, seq_lens.device
+    def locate(self, window: Window, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
+        """Where the passes of a step write; see `Places`. Shapes depend on the arguments' shapes alone."""
+        counts, device = window.counts, seq_lens.device
+        width = window.tokens.shape[1]
         table = self.req_to_token_pool.req_to_token
         end = seq_lens + 1 - self.shift
         offsets = torch.arange(width, device=device) - width
@@ -273,8 +295,10 @@ class ModelDraft:
     def find_precedent(
         self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor | None, depth: int
     ) -> Precedent | None:
-        """See `RequestTexts.find_precedent`."""
-        return None if self.texts is None else self.texts.find_precedent(rows, seq_lens, seq_lens_cpu, depth)
+        """See `RequestTexts.find_precedent`; as deep as `depth` passes draft."""
+        if self.texts is None:
+            return None
+        return self.texts.find_precedent(rows, seq_lens, seq_lens_cpu, depth + self.num_continued)
 
     def run(
         self,
@@ -487,6 +511,9 @@ class ModelDraft:
         self.draft_attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
         return forward_batch
+
+    def _rebuild_topk1_chain_buffers(self) -> None:
+        """What SGLang builds its own chains from, and why it wants no more than num_steps + 1 tokens in one."""
 
     def _capture_cuda_graphs(self) -> None:
         """Called by SGLang when pools and backends are ready: one graph for all passes of a step, not upstream's two."""

@@ -322,6 +322,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         _SPEC + "standalone_worker_v2.StandaloneDraftWorker",
         (
+            "_rebuild_topk1_chain_buffers",
             "draft_attn_backend",
             "draft_extend_attn_backend",
             "draft_runner",
@@ -342,6 +343,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         _SPEC + "eagle_worker_v2.EagleDraftWorker",
         (
+            "_rebuild_topk1_chain_buffers",
             "draft_attn_backend",
             "draft_extend_attn_backend",
             "draft_runner",

@@ -7,7 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting import FIRST_COPIED, Calibrate, Grid, Proposal
+from tetris_sglang.drafting import (
+    FIRST_CONTINUED,
+    FIRST_COPIED,
+    NOT_CONTINUED,
+    Calibrate,
+    Grid,
+    Proposal,
+)
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.selection import (
     AcceptanceHistory,
@@ -107,6 +114,8 @@ class AcceptanceLearner:
         """
         judged, probs = judge_nodes(proposal, grid, accepted, verify_lens), proposal.probs
         kinds = proposal.evidence
+        if kinds is not None:
+            judged = judged._replace(reached=judged.reached & (kinds != NOT_CONTINUED))
         calibrated = RequestsCalibration(
             self.calibration, self.evidence, torch.zeros_like(rows, dtype=torch.float32)
         )(probs, judged.depths, kinds)
@@ -137,6 +146,7 @@ class AcceptanceLearner:
             # After long matches, where there is most evidence.
             "agreement_offset": offsets[FIRST_COPIED - 2],
             "contradiction_offset": offsets[FIRST_COPIED - 1],
-            "copied_offset": offsets[-1],
+            "copied_offset": offsets[FIRST_CONTINUED - 1],
+            "continued_offset": offsets[NOT_CONTINUED - 1],
             "history_gain": self.history.gain,
         }

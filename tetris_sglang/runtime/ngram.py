@@ -31,6 +31,8 @@ class NgramDraft:
     def __init__(self, *, topk: int, num_draft_tokens: int) -> None:
         self._topk, self._width = topk, num_draft_tokens
 
+    num_continued = 0
+
     def count_nodes(self, depth: int) -> int:
         return min(self._width - 1, self._topk * depth)
 
@@ -55,7 +57,7 @@ class NgramDraft:
         )
 
     def after_verify(
-        self, batch, accepted: AcceptedTokens, hidden_states: None, qo_indptr: Tensor
+        self, batch, accepted: AcceptedTokens, hidden_states: None, qo_indptr: Tensor, depth: int
     ) -> EagleDraftInput:
         """See `ModelDraft.after_verify`."""
         return self._hand_over(accepted.bonus_tokens)

@@ -16,7 +16,7 @@ from tetris_sglang.capacity import (
     StepShape,
     measure_curves,
 )
-from tetris_sglang.drafting import Proposal
+from tetris_sglang.drafting import Proposal, is_precedents
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.step_clock import StepClock
 from tetris_sglang.selection import survival_from_probs
@@ -38,17 +38,37 @@ class _DraftedStep:
     """Drafts that should be accepted; None until the curves were read."""
 
 
+def least_depths(evidence: Tensor, num_continued: int) -> Tensor:
+    """How many passes a chain's tokens need at least: a precedent's token may also be continued behind fewer.
+
+    Args:
+        evidence: [batch, n] int64, as in `Proposal`.
+    Returns:
+        [batch, n] int64, from 1.
+    Example: no precedent at all, then agreement down to the last, num_continued 2 -> [[1, 2, 3, 4], [1, 1, 1, 2]]
+    """
+    places = torch.arange(1, evidence.shape[1] + 1, device=evidence.device)
+    return torch.where(is_precedents(evidence), (places - num_continued).clamp(min=1), places)
+
+
 class StepPlanner:
     """Asks the capacity policy before a step, and tells an automatic one what came of it. Never waits for the device.
 
     Args:
         device: "cuda" or "cpu".
+        num_continued: tokens of a chain that go beyond its depth.
     """
 
     def __init__(
-        self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str
+        self,
+        policy: CapacityPolicy,
+        limits: DraftLimits,
+        metrics: StepMetrics,
+        device: str,
+        num_continued: int = 0,
     ) -> None:
         self.policy, self._limits, self._metrics = policy, limits, metrics
+        self._num_continued = num_continued
         self._on_cuda = device == "cuda"
         self._clock = StepClock(self._on_cuda)
         self._auto = policy if isinstance(policy, AutoCapacity) else None
@@ -90,7 +110,9 @@ class StepPlanner:
         survival = proposal.scores
         if proposal.shape is None:
             survival = survival_from_probs(survival)
-            depths = torch.arange(1, depth + 1, device=survival.device)
+            depths = torch.arange(1, survival.shape[1] + 1, device=survival.device)
+            if self._num_continued:
+                depths = least_depths(proposal.evidence, self._num_continued)
         else:
             depths = proposal.shape.depths[:, 1:]
         curves, event = measure_curves(survival, depths, depth, self._shares), None

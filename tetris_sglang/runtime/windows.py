@@ -53,6 +53,13 @@ def read_window(draft_input: EagleDraftInput) -> Window:
     )
 
 
+def narrow_window(window: Window) -> Window:
+    """The last columns, as many as any request needs. Waits for the counts: for the CPU."""
+    width = int(window.counts.max())
+    states = window.hidden_states
+    return Window(window.tokens[:, -width:], window.counts, None if states is None else states[:, -width:])
+
+
 def align_right(values: Tensor, counts: Tensor) -> Tensor:
     """Shift each row so that its first `counts` entries stand last; what comes before them is arbitrary.
 

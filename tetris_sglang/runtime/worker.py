@@ -116,7 +116,9 @@ class TetrisWorker(BaseSpecWorker):
             self._draft.alloc_missed(pool)
         if self.config.calibration:
             self.learner = AcceptanceLearner(
-                Calibration(self.speculative_num_steps, self.device, refresh_every=1),
+                Calibration(
+                    self.speculative_num_steps + self._draft.num_continued, self.device, refresh_every=1
+                ),
                 EvidenceOffsets(INITIAL_OFFSETS, self.device),
                 AcceptanceHistory(len(pool.req_to_token), self.device),
                 copies=self.device == "cuda",
@@ -203,7 +205,8 @@ class TetrisWorker(BaseSpecWorker):
                 self.planner.after_draft(proposal, depth, capacity_tokens)
                 draft_lens = self._operations.select_drafts(proposal, capacity_tokens, adjustment)
             # SGLang reads results in rows of a fixed width.
-            grid = make_grid(roots, proposal, depth, self.speculative_num_draft_tokens)
+            max_depth = depth + self._draft.num_continued if depth else 0
+            grid = make_grid(roots, proposal, max_depth, self.speculative_num_draft_tokens)
             packed = self._operations.pack_grid(
                 draft_lens, grid, seq_lens, req_to_token, batch.req_pool_indices, tier or num_tokens
             )
@@ -219,7 +222,7 @@ class TetrisWorker(BaseSpecWorker):
                 packed,
                 grid,
                 self._draft.target_hidden_mode,
-                most_drafts=self._count_most_drafts(draft_lens, depth, capacity_tokens)
+                most_drafts=self._count_most_drafts(draft_lens, max_depth, capacity_tokens)
                 if tier is None
                 else None,
             )
@@ -251,7 +254,9 @@ class TetrisWorker(BaseSpecWorker):
                 if self.learner is not None:
                     rows = batch.req_pool_indices
                     self.learner.add(proposal, grid, accepted, packed.verify_lens, rows)
-                next_draft_input = self._draft.after_verify(batch, accepted, hidden_states, packed.qo_indptr)
+                next_draft_input = self._draft.after_verify(
+                    batch, accepted, hidden_states, packed.qo_indptr, depth
+                )
             else:
                 with self._draft_context():
                     next_draft_input = self._draft.after_plain(batch, draft_input, accepted, hidden_states)
@@ -282,11 +287,13 @@ class TetrisWorker(BaseSpecWorker):
             extra_keep_alive_refs=[forward_batch],
         )
 
-    def _count_most_drafts(self, draft_lens: torch.Tensor | None, depth: int, capacity_tokens: int) -> int:
+    def _count_most_drafts(
+        self, draft_lens: torch.Tensor | None, max_depth: int, capacity_tokens: int
+    ) -> int:
         """That any request verifies, as far as is known without waiting for the device."""
         if draft_lens is not None and self.device == "cpu":
             return int(draft_lens.max())
-        return min(depth, capacity_tokens)
+        return min(max_depth, capacity_tokens)
 
     def _draft_context(self):
         if self._draft_worker is None:
@@ -304,7 +311,9 @@ class TetrisWorker(BaseSpecWorker):
             count_nodes=self._draft.count_nodes,
             fit_rows=self._fit_rows,
         )
-        return StepPlanner(self._make_policy(), limits, self.metrics, self.device)
+        return StepPlanner(
+            self._make_policy(), limits, self.metrics, self.device, num_continued=self._draft.num_continued
+        )
 
     def _make_policy(self) -> CapacityPolicy:
         config = self.config
@@ -321,7 +330,11 @@ class TetrisWorker(BaseSpecWorker):
         num_nodes = self._draft.count_nodes(self.speculative_num_steps)
         return AutoCapacity(
             StepTimeModel(seed, max_rows=max_rows, max_batch_size=max_batch_size),
-            AcceptCurves(self.speculative_num_steps, capacity_shares(num_nodes)),
+            AcceptCurves(
+                self.speculative_num_steps,
+                capacity_shares(num_nodes),
+                num_continued=self._draft.num_continued,
+            ),
         )
 
     def _fit_rows(self, batch_size: int, rows: int) -> int | None:

@@ -89,7 +89,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         def run_once() -> tuple[Tensor, ...]:
             window = self._window(size)
             rows, seq_lens = buffers.req_pool_indices[:size], buffers.seq_lens[:size]
-            places = self._draft.locate(window.counts, seq_lens, rows, depth)
+            places = self._draft.locate(window, seq_lens, rows, depth)
             precedent = self._draft.find_precedent(rows, seq_lens, None, depth)
             # Each pass replaces the states that the others read.
             first.spec_info.hidden_states = (
@@ -113,7 +113,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
 
     def _window(self, size: int) -> Window:
         states = self._hidden_states
-        counts = None if self._draft.keeps_chains else self._counts[:size]
+        counts = None if self._draft.has_full_windows else self._counts[:size]
         return Window(self._tokens[:size], counts, None if states is None else states[:size])
 
     def _make_batches(self, size: int) -> tuple[ForwardBatch, ForwardBatch]:
@@ -210,7 +210,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         num_columns = 3 if self._draft.texts is None else 4
         columns, shape = outputs[:num_columns], outputs[num_columns:]
         if not shape:
-            columns = [column[:, :depth] for column in columns]
+            columns = [column[:, : self._draft.count_nodes(depth)] for column in columns]
         tokens, scores, probs, evidence = *columns, *[None] * (4 - num_columns)
         return Proposal(tokens, scores, TreeShape(*shape) if shape else None, probs, evidence)
 
