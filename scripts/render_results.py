@@ -308,6 +308,8 @@ def simulation() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "capacity": capacity("capacity.json"),
+    "capacity-long": capacity("capacity_long.json"),
+    "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),
     "capacity-useless": capacity("capacity_useless.json"),
     "fixed": fixed,

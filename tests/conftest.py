@@ -28,11 +28,14 @@ def plugins() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of servers all in one process, so that they share these; another runs the rest meanwhile."""
+    """Tests that share servers in one process; another one runs those with servers of their own, and the rest."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ServersTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "servers" if nodeid.startswith("tests/e2e/") else nodeid
+            if not nodeid.startswith("tests/e2e/"):
+                return nodeid
+            has_its_own = "[perfect" in nodeid or nodeid.startswith("tests/e2e/test_bad_start.py")
+            return "their own servers" if has_its_own else "shared servers"
 
     return ServersTogether(config, log)

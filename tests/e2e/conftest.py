@@ -166,9 +166,7 @@ class Servers:
 def servers(tmp_path_factory):
     folder = Path(os.environ.get("TETRIS_TEST_LOGS") or tmp_path_factory.mktemp("servers"))
     servers = Servers(folder)
-    # Nearly every test compares with these.
     try:
-        servers.get(*SHARED)
         yield servers
     finally:
         servers.stop()
