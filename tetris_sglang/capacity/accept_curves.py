@@ -51,7 +51,6 @@ class AcceptCurves:
 
     Args:
         max_depth: of the drafts. shares: as `capacity_shares`.
-        num_continued: tokens of a chain that go beyond its depth.
     """
 
     _FIRST_GUESS = 0.6
@@ -62,8 +61,7 @@ class AcceptCurves:
     _TRUST_TOKENS = 4.0
     """Of what is expected, taken to be accepted before anything was."""
 
-    def __init__(self, max_depth: int, shares: list[float], num_continued: int = 0) -> None:
-        self._num_continued = num_continued
+    def __init__(self, max_depth: int, shares: list[float]) -> None:
         self.shares = np.array(shares)
         self._num_seen = 0.0
         self._expected = self._confirmed = 0.0
@@ -112,5 +110,4 @@ class AcceptCurves:
         left, right = self.shares[at], self.shares[at + 1]
         share = np.clip((capacity_shares - left) / (right - left), 0.0, 1.0)
         per_request = (1 - share) * self._curves[depths, at] + share * self._curves[depths, at + 1]
-        most = np.minimum(depths + self._num_continued, capacity_shares)
-        return np.minimum(self.confidence * per_request, most)
+        return np.minimum(self.confidence * per_request, capacity_shares)

@@ -27,11 +27,13 @@ class DraftLimits:
     depths: to which it can draft, ascending; captured passes go to the full depth only.
     count_nodes: depth -> tokens drafted per request.
     fit_rows: (batch_size, rows) -> rows that a target's pass for them has (those of its graph); None: as many as asked for.
+    num_continued: tokens of a chain behind those that its passes draft.
     """
 
     depths: Sequence[int]
     count_nodes: Callable[[int], int]
     fit_rows: Callable[[int, int], int | None] = _as_asked
+    num_continued: int = 0
 
     @property
     def num_steps(self) -> int:

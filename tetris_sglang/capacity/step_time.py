@@ -71,7 +71,8 @@ _NOISE = 0.08
 _DRIFT = 2e-4
 """Share of the prior's variance that returns with every step: how fast the machine may change."""
 _OUTLIER_DEVIATIONS = 2.5
-"""A step further off than that (first-use compilation, another process's burst) counts as that far."""
+"""A step further off than that counts as that far; one that took so much longer and stands alone (first-use compilation,
+another process's burst, a process that was suspended) does not count at all."""
 
 
 class StepTimeModel:
@@ -117,6 +118,7 @@ class StepTimeModel:
         self._prior = correlation * np.outer(scale, scale)
         self._prior += _COMMON_DEVIATION**2 * np.outer(self._values, self._values)
         self._covariance = self._prior.copy()
+        self._was_late = False
         self.relative_error = 0.0
         """Moving average of |predicted - measured| / measured."""
 
@@ -181,6 +183,9 @@ class StepTimeModel:
         spread = self._covariance @ features
         variance = float(features @ spread) + (_NOISE * max(predicted, 1e-9)) ** 2
         limit = _OUTLIER_DEVIATIONS * math.sqrt(variance)
+        was_late, self._was_late = self._was_late, seconds - predicted > limit
+        if self._was_late and not was_late:
+            return predicted
         gain = spread / variance
         self._values = self._values + gain * min(max(seconds - predicted, -limit), limit)
         self._covariance -= np.outer(gain, spread)

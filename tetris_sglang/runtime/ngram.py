@@ -28,10 +28,11 @@ class NgramDraft:
     texts: RequestTexts
     """Given by the worker when the pools are there."""
 
+    num_continued = 0
+    """See `ModelDraft.num_continued`: there are no passes here, so nothing behind them."""
+
     def __init__(self, *, topk: int, num_draft_tokens: int) -> None:
         self._topk, self._width = topk, num_draft_tokens
-
-    num_continued = 0
 
     def count_nodes(self, depth: int) -> int:
         return min(self._width - 1, self._topk * depth)

@@ -56,19 +56,12 @@ class StepPlanner:
 
     Args:
         device: "cuda" or "cpu".
-        num_continued: tokens of a chain that go beyond its depth.
     """
 
     def __init__(
-        self,
-        policy: CapacityPolicy,
-        limits: DraftLimits,
-        metrics: StepMetrics,
-        device: str,
-        num_continued: int = 0,
+        self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str
     ) -> None:
         self.policy, self._limits, self._metrics = policy, limits, metrics
-        self._num_continued = num_continued
         self._on_cuda = device == "cuda"
         self._clock = StepClock(self._on_cuda)
         self._auto = policy if isinstance(policy, AutoCapacity) else None
@@ -111,8 +104,8 @@ class StepPlanner:
         if proposal.shape is None:
             survival = survival_from_probs(survival)
             depths = torch.arange(1, survival.shape[1] + 1, device=survival.device)
-            if self._num_continued:
-                depths = least_depths(proposal.evidence, self._num_continued)
+            if num_continued := self._limits.num_continued:
+                depths = least_depths(proposal.evidence, num_continued)
         else:
             depths = proposal.shape.depths[:, 1:]
         curves, event = measure_curves(survival, depths, depth, self._shares), None

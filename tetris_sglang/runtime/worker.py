@@ -310,10 +310,9 @@ class TetrisWorker(BaseSpecWorker):
             depths=[num_steps] if captured else range(1, num_steps + 1),
             count_nodes=self._draft.count_nodes,
             fit_rows=self._fit_rows,
+            num_continued=self._draft.num_continued,
         )
-        return StepPlanner(
-            self._make_policy(), limits, self.metrics, self.device, num_continued=self._draft.num_continued
-        )
+        return StepPlanner(self._make_policy(), limits, self.metrics, self.device)
 
     def _make_policy(self) -> CapacityPolicy:
         config = self.config
@@ -330,11 +329,7 @@ class TetrisWorker(BaseSpecWorker):
         num_nodes = self._draft.count_nodes(self.speculative_num_steps)
         return AutoCapacity(
             StepTimeModel(seed, max_rows=max_rows, max_batch_size=max_batch_size),
-            AcceptCurves(
-                self.speculative_num_steps,
-                capacity_shares(num_nodes),
-                num_continued=self._draft.num_continued,
-            ),
+            AcceptCurves(self.speculative_num_steps, capacity_shares(num_nodes)),
         )
 
     def _fit_rows(self, batch_size: int, rows: int) -> int | None:
