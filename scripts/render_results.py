@@ -76,8 +76,11 @@ class Comparison:
 
     def summary(self) -> str:
         """Of the best of each kind, by load."""
+        automatic = sorted({arm.continued for arm in self.arms.values() if arm.family == "auto"}, reverse=True)
         kinds = {
-            "TETRIS, automatic (the default)": {"family": "auto"},
+            f"TETRIS, automatic{', chains go on (the default)' if n else ''}": {"family": "auto", "continued": n}
+            for n in automatic
+        } | {
             "SGLang's own, best k": {"family": "standalone"},
             "TETRIS, best fixed capacity": {"family": "tetris"},
         }

@@ -207,6 +207,10 @@ class TetrisConfig:
     draft: str = "auto"
     record: Path | None = None
 
+    @property
+    def capacity_is_automatic(self) -> bool:
+        return self.capacity_per_request is None and self.capacity_tokens is None
+
     @classmethod
     def from_environment(cls, num_steps: int, environment: Mapping[str, str] = os.environ) -> TetrisConfig:
         """Parse every `SGLANG_TETRIS_*` variable.

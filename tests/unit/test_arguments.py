@@ -439,8 +439,31 @@ def test_resolution_fills_in_what_tetris_implies(plugins, make_args):
     resolved = resolving_view(resolve(make_args(speculative_num_steps=4)))
     assert resolved.speculative_algorithm == "TETRIS"
     assert resolved.speculative_num_steps == 4
-    assert resolved.speculative_num_draft_tokens == 5
     assert resolved.speculative_eagle_topk == 1
+
+
+@pytest.mark.parametrize(
+    "num_steps, settings, draft_path, expected",
+    [
+        (4, {}, "draft", 9),
+        (40, {}, "draft", 65),
+        (4, {"CAPACITY_PER_REQUEST": "3"}, "draft", 5),
+        (4, {"CAPACITY_TOKENS": "30"}, "draft", 5),
+        (4, {"CALIBRATION": "false"}, "draft", 5),
+        (4, {}, None, 5),
+    ],
+)
+def test_chains_go_on_by_default_where_the_capacity_sets_itself(
+    plugins, make_args, monkeypatch, num_steps, settings, draft_path, expected
+):
+    """Not with n-grams, which draft all of a chain from the text."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    for name, value in settings.items():
+        monkeypatch.setenv(f"SGLANG_TETRIS_{name}", value)
+    given = {} if draft_path else {"speculative_draft_model_path": None}
+    resolved = resolving_view(resolve(make_args(speculative_num_steps=num_steps, **given)))
+    assert resolved.speculative_num_draft_tokens == expected
 
 
 def test_resolution_sizes_a_tree_and_finds_the_targets_own_layers(plugins, make_args, write_config):

@@ -318,11 +318,17 @@ def test_bench_serving_knows_every_argument(plugins, tmp_path, monkeypatch):
 
 
 def test_automatic_arms_with_chains_that_go_on_from_the_text():
-    settings = make_settings(arms="auto", num_steps=4, continued=5, drafts="eagle,ngram")
+    settings = make_settings(arms="auto", num_steps=4, continued="0,5", drafts="eagle,ngram")
     arms = [arm for arm in settings.build_arms() if arm.family == "auto"]
     assert [arm.name for arm in arms] == ["auto eagle D=4", "auto eagle D=4+5", "auto ngram D=4"]
-    flags = [arm.flags("folder", phase_times=False) for arm in arms]
-    assert flags[1][-2:] == ["--speculative-num-draft-tokens", "10"]
-    assert flags[1][:-2] == flags[0]
-    with pytest.raises(ValueError, match="--continued -1"):
-        make_settings(continued=-1)
+    flags = [arm.flags("folder", phase_times=False) for arm in arms[:2]]
+    assert [one[-2:] for one in flags] == [["--speculative-num-draft-tokens", str(n)] for n in (5, 10)]
+    assert "--speculative-num-draft-tokens" not in arms[2].flags(None, phase_times=False)
+    with pytest.raises(ValueError, match="--continued '-1'"):
+        make_settings(continued="-1")
+
+
+@pytest.mark.parametrize("num_steps, name", [(4, "auto D=4+4"), (63, "auto D=63+1"), (64, "auto D=64")])
+def test_automatic_chains_go_on_as_a_server_does_by_itself(num_steps, name):
+    settings = make_settings(arms="auto", num_steps=num_steps)
+    assert [arm.name for arm in settings.build_arms() if arm.family == "auto"] == [name]

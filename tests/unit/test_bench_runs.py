@@ -146,12 +146,12 @@ def test_automatic_arms_lead_their_drafts_and_start_alone(tmp_path, monkeypatch)
     )  # fmt: skip
     arms = settings.build_arms()
     assert [arm.name for arm in arms] == [
-        "none", "auto D=6", "standalone k=2", "auto perfect D=6", "standalone perfect k=2",
+        "none", "auto D=6+6", "standalone k=2", "auto perfect D=6+6", "standalone perfect k=2",
     ]  # fmt: skip
     flags = arms[3].flags("draft", phase_times=True)
     assert flags == [
         *("--speculative-algorithm", "TETRIS", "--speculative-draft-model-path", "draft"),
-        *("--speculative-num-steps", "6"),
+        *("--speculative-num-steps", "6", "--speculative-num-draft-tokens", "13"),
     ]
     assert arms[4].flags("draft", True)[:2] == ["--speculative-algorithm", "STANDALONE"]
     recorder = Recorder(monkeypatch)

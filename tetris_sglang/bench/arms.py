@@ -81,9 +81,10 @@ class Arm:
             return ["--speculative-algorithm", self.algorithm, *drafting, *branches, *chain]
         if self.topk > 1:
             drafting += ["--speculative-eagle-topk", str(self.topk)]
-        if self.continued:
-            drafting += ["--speculative-num-draft-tokens", str(self.num_steps + self.continued + 1)]
         if self.family == "auto":
+            if self.topk == 1 and draft:
+                num_draft_tokens = self.num_steps + self.continued + 1
+                drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
             return ["--speculative-algorithm", "TETRIS", *drafting]
         return [
             *("--speculative-algorithm", "TETRIS", *drafting),

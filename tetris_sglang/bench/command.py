@@ -69,9 +69,12 @@ def bench(
         str, typer.Option(help="Branches of draft trees, --num-steps deep, of k + extra nodes; 1: chains.")
     ] = "1",
     continued: Annotated[
-        int,
-        typer.Option(help="Also auto with chains that go on from the request's own text by so many tokens."),
-    ] = 0,
+        str | None,
+        typer.Option(
+            help="Tokens by which auto's chains go on from the request's own text, behind the model's; 0: not at all.",
+            show_default="as --num-steps, which is the server's",
+        ),
+    ] = None,
     workload: Annotated[str, typer.Option(help=f"The shipped prompts: {', '.join(WORKLOADS)}.")] = WORKLOADS[
         0
     ],

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -280,7 +280,9 @@ class Run:
             raise RunFailed(f"{error!r}; the server's log ends with\n{tail}") from error
 
 
-def take_turns(runs: Sequence[Run], turn_s: float | None) -> Iterator[tuple[Run, Sample | RunFailed]]:
+def take_turns(
+    runs: Sequence[Run], turn_s: float | None, after_turn: Callable[[], object] = lambda: None
+) -> Iterator[tuple[Run, Sample | RunFailed]]:
     """Take runs, in turns of so many seconds (None: one after the other), each as it ends."""
     waiting = deque(runs)
     try:
@@ -288,6 +290,7 @@ def take_turns(runs: Sequence[Run], turn_s: float | None) -> Iterator[tuple[Run,
             run = waiting[0]
             try:
                 if not run.work(turn_s):
+                    after_turn()
                     waiting.rotate(-1)
                     continue
                 outcome = run.read_sample()

@@ -199,6 +199,9 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
         return compared
 
     auto = [c for c in cells if family_of(c) == "auto"]
+    # The default's chains go on from the text; where both were measured, those that do not are an ablation.
+    going_on = {place_of(c) for c in auto if read_arm(arms[c.arm]).continued}
+    auto = [c for c in auto if place_of(c) not in going_on or read_arm(arms[c.arm]).continued]
     verdicts = [
         _verdict("automatic capacity at least 0.98 of no speculation", compare_auto(0.98, (), auto)),
         _verdict(

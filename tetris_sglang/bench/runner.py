@@ -102,7 +102,7 @@ class Bench:
             if arm in servers
         ]
         bar.set_description(f"{load}, repeat {repeat + 1}: {len(runs)} arms")
-        for run, outcome in take_turns(runs, self.settings.turn_seconds or None):
+        for run, outcome in take_turns(runs, self.settings.turn_seconds or None, bar.refresh):
             self._keep(servers, run.server.arm, outcome, f"failed at {load}", number, repeat)
             bar.update()
         bar.update(len(group) - len(runs))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from tetris_sglang.bench.arms import DRAFTS, FAMILIES, HEADS, REFERENCE, Arm
 from tetris_sglang.bench.workloads import WORKLOADS, Load
+from tetris_sglang.config import MAX_NUM_STEPS
 
 QUICK = {
     "arms": "none,standalone,tetris",
@@ -71,8 +72,8 @@ class Settings:
     """DRAFT=PATH each."""
     turn_seconds: float = 0.0
     """0: whole runs."""
-    continued: int = 0
-    """Above 0: auto also with chains that go on from the text."""
+    continued: tuple[int, ...] = (0,)
+    """Tokens with which auto's chains go on from the text; of models' chains."""
 
     @property
     def one_by_one(self) -> bool:
@@ -95,10 +96,10 @@ class Settings:
         for draft, topk in product(self.drafts, self.topk):
             depth = self.num_steps if topk > 1 else 0
             if "auto" in self.families:
-                automatic = Arm("auto", num_steps=self.num_steps, draft=draft, topk=topk)
-                arms.append(automatic)
-                if self.continued and topk == 1 and draft != "ngram":
-                    arms.append(replace(automatic, continued=self.continued))
+                for continued in self.continued if topk == 1 and draft != "ngram" else (0,):
+                    arms.append(
+                        Arm("auto", num_steps=self.num_steps, draft=draft, topk=topk, continued=continued)
+                    )
             for k in self.k:
                 arms += self._build_with_k(k, depth, draft, topk)
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):
@@ -133,8 +134,6 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
     for name in ("repeats", "output_len", "prompts", "num_steps", "live_servers"):
         if chosen[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} {chosen[name]}: give a number above 0")
-    if chosen.get("continued", 0) < 0:
-        raise ValueError(f"--continued {chosen['continued']}: give a number of tokens, or 0 for no such arm")
     if chosen["output_len"] < 4:
         raise ValueError(f"--output-len {chosen['output_len']}: sglang.bench_serving wants 4 or more")
     model_path, draft_paths = chosen.get("model_path", ""), tuple(chosen.get("draft_paths", ()))
@@ -179,8 +178,13 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         model_path=model_path,
         draft_paths=draft_paths,
         turn_seconds=turn_seconds,
-        continued=chosen.get("continued", 0),
+        continued=_split(chosen.get("continued") or _default_continued(chosen), "--continued", int, least=0),
     )
+
+
+def _default_continued(chosen: dict[str, Any]) -> str:
+    """What a server does by itself."""
+    return str(min(chosen["num_steps"], max(0, MAX_NUM_STEPS - chosen["num_steps"])))
 
 
 def _check_turns(seconds: float, chosen: dict[str, Any]) -> None:
@@ -209,17 +213,17 @@ def _read_rates(arrivals: str, rates: str | None) -> tuple[float, ...]:
     return values
 
 
-def _split(text: str, flag: str, parse: type, optional: bool = False) -> tuple:
+def _split(text: str, flag: str, parse: type, optional: bool = False, least: int = 1) -> tuple:
+    """Numbers separated by commas; integers from `least` on, others from 0. optional: "none" is none of them."""
     if optional and text == "none":
         return ()
     try:
         values = tuple(parse(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{flag} {text!r}: give numbers separated by commas") from None
-    if parse is not float and any(value < 1 for value in values):
-        raise ValueError(f"{flag} {text!r}: give numbers above 0")
-    if any(value < 0 for value in values):
-        raise ValueError(f"{flag} {text!r}: give numbers not below 0")
+    least = 0 if parse is float else least
+    if any(value < least for value in values):
+        raise ValueError(f"{flag} {text!r}: give numbers {'above 0' if least else 'not below 0'}")
     return values
 
 

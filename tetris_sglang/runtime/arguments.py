@@ -385,8 +385,13 @@ def resolve_server_args(args) -> None:
     topk = args.speculative_eagle_topk or 1
     args.speculative_eagle_topk = topk
     if args.speculative_num_draft_tokens is None:
-        # As many nodes as topk chains have: enough to choose from.
-        args.speculative_num_draft_tokens = 1 + min(topk * num_steps, _count_nodes(num_steps, topk, kind))
+        config = TetrisConfig.from_environment(num_steps)
+        if topk == 1 and kind != draft_kind.NGRAM and config.capacity_is_automatic and config.calibration:
+            # Chains go on by as many tokens as the draft's passes give; a fixed capacity keeps to the paper's chains.
+            args.speculative_num_draft_tokens = 1 + min(2 * num_steps, MAX_NUM_STEPS)
+        else:
+            # As many nodes as topk chains have: enough to choose from.
+            args.speculative_num_draft_tokens = 1 + min(topk * num_steps, _count_nodes(num_steps, topk, kind))
     if kind == draft_kind.MTP and args.speculative_draft_model_path is None:
         args.speculative_draft_model_path = args.model_path
     if args.max_running_requests is None:

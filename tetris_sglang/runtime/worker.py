@@ -316,7 +316,7 @@ class TetrisWorker(BaseSpecWorker):
 
     def _make_policy(self) -> CapacityPolicy:
         config = self.config
-        if config.capacity_per_request is not None or config.capacity_tokens is not None:
+        if not config.capacity_is_automatic:
             return FixedCapacity(per_request=config.capacity_per_request, absolute=config.capacity_tokens)
         max_batch_size = self._target_worker.model_runner.req_to_token_pool.size
         max_rows = max_batch_size * self.speculative_num_draft_tokens
