@@ -66,8 +66,12 @@ ARGUMENTS = {
     ],
     # What users get without further flags.
     "auto": [*COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT)],
-    # Plain steps in between, after which the draft's KV of what they emitted is caught up on.
-    "perfect_switching": [*COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET)],
+    # Plain steps in between, after which the draft's KV of what they emitted is caught up on. Nothing goes on from the text
+    # here, which could be wrong; `mtp` has both.
+    "perfect_switching": [
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
+        "--speculative-num-draft-tokens", str(NUM_STEPS + 1),
+    ],
     "tree": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
