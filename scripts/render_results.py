@@ -76,9 +76,14 @@ class Comparison:
 
     def summary(self) -> str:
         """Of the best of each kind, by load."""
-        automatic = sorted({arm.continued for arm in self.arms.values() if arm.family == "auto"}, reverse=True)
+        automatic = sorted(
+            {arm.continued for arm in self.arms.values() if arm.family == "auto"}, reverse=True
+        )
         kinds = {
-            f"TETRIS, automatic{', chains go on (the default)' if n else ''}": {"family": "auto", "continued": n}
+            f"TETRIS, automatic{', chains go on (the default)' if n else ''}": {
+                "family": "auto",
+                "continued": n,
+            }
             for n in automatic
         } | {
             "SGLang's own, best k": {"family": "standalone"},
