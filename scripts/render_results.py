@@ -42,12 +42,13 @@ def draw_throughput(cell: Cell) -> str:
 
 
 class Comparison:
-    """One JSON of `tetris-sglang bench`."""
+    """JSONs of `tetris-sglang bench`, each of other loads."""
 
-    def __init__(self, name: str) -> None:
-        self.results = json.loads((RESULTS / name).read_text())
-        self.cells = build_cells(self.results["samples"])
-        self.arms = {name: read_arm(described) for name, described in self.results["arms"].items()}
+    def __init__(self, *names: str) -> None:
+        results = [json.loads((RESULTS / name).read_text()) for name in names]
+        self.cells = build_cells([sample for result in results for sample in result["samples"]])
+        self.described = {name: arm for result in results for name, arm in result["arms"].items()}
+        self.arms = {name: read_arm(described) for name, described in self.described.items()}
         self.loads = list(dict.fromkeys(cell.load for cell in self.cells))
 
     def find(self, load, **wanted) -> list[Cell]:
@@ -112,16 +113,16 @@ class Comparison:
         """What is expected, and where it fails."""
         lines = [
             f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})\n"
-            for v in judge(self.cells, self.results["arms"])
+            for v in judge(self.cells, self.described)
         ]
         return "".join(lines)
 
 
-def capacity(name: str) -> Callable[[], str]:
+def capacity(*names: str) -> Callable[[], str]:
     """The automatic capacity beside the best of the others, and whether it reaches its goals."""
 
     def render() -> str:
-        comparison = Comparison(name)
+        comparison = Comparison(*names)
         return comparison.summary() + "\n" + comparison.verdicts()
 
     return render
@@ -315,8 +316,8 @@ def simulation() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "capacity": capacity("capacity.json"),
-    "capacity-long": capacity("capacity_long.json"),
+    "capacity": capacity("capacity_1_4.json", "capacity_16.json"),
+    "capacity-short": capacity("capacity_short.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),
     "capacity-useless": capacity("capacity_useless.json"),

@@ -512,7 +512,7 @@ def test_options_reach_the_settings(tmp_path, monkeypatch):
 def test_without_a_plotting_library_there_are_no_pictures_and_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     out = tmp_path / "capacity.json"
-    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity.json").read_text())
+    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_short.json").read_text())
     run = CliRunner().invoke
     done = run(app, ["bench", "--report-only", "--out", str(out)])
     assert done.exit_code == 0 and "no pictures" in done.output and "tetris-sglang[bench]" in done.output
