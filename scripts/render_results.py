@@ -316,7 +316,7 @@ def simulation() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "capacity": capacity("capacity_1_4.json", "capacity_16.json"),
+    "capacity": capacity("capacity_1_4.json", "capacity_16.json", "capacity_32.json"),
     "capacity-short": capacity("capacity_short.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),
