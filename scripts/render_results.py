@@ -77,15 +77,16 @@ class Comparison:
 
     def summary(self) -> str:
         """Of the best of each kind, by load."""
-        automatic = sorted(
-            {arm.continued for arm in self.arms.values() if arm.family == "auto"}, reverse=True
-        )
+        automatic = {(arm.draft, arm.continued) for arm in self.arms.values() if arm.family == "auto"}
+        several = len({draft for draft, _ in automatic}) > 1
         kinds = {
-            f"TETRIS, automatic{', chains go on (the default)' if n else ''}": {
+            f"TETRIS, automatic{', chains go on (the default)' if continued else ''}"
+            f"{f', {draft} draft' if several else ''}": {
                 "family": "auto",
-                "continued": n,
+                "draft": draft,
+                "continued": continued,
             }
-            for n in automatic
+            for draft, continued in sorted(automatic, reverse=True)
         } | {
             "SGLang's own, best k": {"family": "standalone"},
             "TETRIS, best fixed capacity": {"family": "tetris"},
@@ -317,6 +318,7 @@ def simulation() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "capacity": capacity("capacity_1_4.json", "capacity_16.json", "capacity_32.json"),
+    "capacity-ends": capacity("capacity_ends.json"),
     "capacity-short": capacity("capacity_short.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),

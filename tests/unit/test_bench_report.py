@@ -245,7 +245,9 @@ def test_poisson_arrivals_are_cells_of_their_own(results):
     assert "## Temperature 0, 0.5 requests/s" in report.render_markdown(results)
 
 
-@pytest.mark.parametrize("name", ["serving", "drafts", "heads", "capacity_16", "capacity_32", "capacity_short", "capacity_useless"])
+@pytest.mark.parametrize(
+    "name", ["serving", "drafts", "heads", "capacity_16", "capacity_32", "capacity_short", "capacity_useless"]
+)
 def test_the_shipped_results_can_be_rendered(name, tmp_path):
     results = json.loads((RESULTS / f"{name}.json").read_text())
     markdown, picture = command.write_reports(results, tmp_path / f"{name}.json")
