@@ -25,6 +25,11 @@ MAX_NUM_STEPS = 64
 DEFAULT_NUM_STEPS = 6
 
 
+def default_continued(num_steps: int) -> int:
+    """Tokens by which chains go on from the request's own text where the capacity sets itself: as many as were drafted."""
+    return max(0, min(num_steps, MAX_NUM_STEPS - num_steps))
+
+
 def _parse_positive_float(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value > 0):

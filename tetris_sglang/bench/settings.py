@@ -9,7 +9,7 @@ from typing import Any
 
 from tetris_sglang.bench.arms import DRAFTS, FAMILIES, HEADS, REFERENCE, Arm
 from tetris_sglang.bench.workloads import WORKLOADS, Load
-from tetris_sglang.config import MAX_NUM_STEPS
+from tetris_sglang.config import default_continued
 
 QUICK = {
     "arms": "none,standalone,tetris",
@@ -178,13 +178,13 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         model_path=model_path,
         draft_paths=draft_paths,
         turn_seconds=turn_seconds,
-        continued=_split(chosen.get("continued") or _default_continued(chosen), "--continued", int, least=0),
+        continued=_split(
+            chosen.get("continued") or str(default_continued(chosen["num_steps"])),
+            "--continued",
+            int,
+            least=0,
+        ),
     )
-
-
-def _default_continued(chosen: dict[str, Any]) -> str:
-    """What a server does by itself."""
-    return str(min(chosen["num_steps"], max(0, MAX_NUM_STEPS - chosen["num_steps"])))
 
 
 def _check_turns(seconds: float, chosen: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from tetris_sglang.config import (
     SETTINGS,
     Setting,
     TetrisConfig,
+    default_continued,
     export_arguments,
 )
 from tetris_sglang.drafting import count_nodes
@@ -387,8 +388,8 @@ def resolve_server_args(args) -> None:
     if args.speculative_num_draft_tokens is None:
         config = TetrisConfig.from_environment(num_steps)
         if topk == 1 and kind != draft_kind.NGRAM and config.capacity_is_automatic and config.calibration:
-            # Chains go on by as many tokens as the draft's passes give; a fixed capacity keeps to the paper's chains.
-            args.speculative_num_draft_tokens = 1 + min(2 * num_steps, MAX_NUM_STEPS)
+            # A fixed capacity keeps to the paper's chains.
+            args.speculative_num_draft_tokens = 1 + num_steps + default_continued(num_steps)
         else:
             # As many nodes as topk chains have: enough to choose from.
             args.speculative_num_draft_tokens = 1 + min(topk * num_steps, _count_nodes(num_steps, topk, kind))
