@@ -72,7 +72,7 @@ def test_late_steps_that_stand_alone_do_not_count(every):
     for i in range(400):
         seconds = true_seconds(shape) * np.exp(0.05 * rng.normal())
         quiet.observe(shape, seconds)
-        disturbed.observe(shape, 30 * seconds if i % every == every - 1 else seconds)
+        disturbed.observe(shape, 30 * seconds if i % every == 0 else seconds)
     assert disturbed.predict_step(shape) == pytest.approx(quiet.predict_step(shape), rel=0.01)
     assert disturbed.predict_step(shape) == pytest.approx(true_seconds(shape), rel=0.08)
 

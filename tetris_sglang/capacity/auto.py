@@ -74,7 +74,9 @@ class AutoCapacity:
             self._steps_with_drawn = _DRAW_EVERY
         self._steps_with_drawn -= 1
         seconds = self.step_times.predict(found.features, context_tokens, self._drawn)
-        emitted = 1 + self.curves.accepted(found.depths, found.capacity_tokens / batch_size)
+        accepted = self.curves.accepted(found.depths, found.capacity_tokens / batch_size)
+        # However many siblings a tree verifies, one token a level is accepted.
+        emitted = 1 + np.minimum(accepted, found.depths + limits.num_continued)
         value = emitted / seconds
         best = 1 + int(value[1:].argmax())
         self.expected_gain = float(value[best] / value[0])
