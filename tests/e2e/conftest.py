@@ -66,11 +66,11 @@ ARGUMENTS = {
     ],
     # What users get without further flags.
     "auto": [*COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT)],
-    # Plain steps in between, after which the draft's KV of what they emitted is caught up on. Nothing goes on from the text
-    # here, which could be wrong; `mtp` has both.
+    # Plain steps in between, and steps that verify what the texts hold, after which the draft's KV of what they emitted is
+    # caught up on.
     "perfect_switching": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
-        "--speculative-num-draft-tokens", str(NUM_STEPS + 1),
+        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_CONTINUED),
     ],
     "tree": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
@@ -98,7 +98,7 @@ ROOMY = ("overlap", "synchronous", "tree")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
 TETRIS_SERVERS = ("overlap", "synchronous", "tree", "ngram", "eagle", "eagle3", "mtp")
 """Those of the fixture `tetris`."""
-RECORDING = (*TETRIS_SERVERS, "perfect")
+RECORDING = (*TETRIS_SERVERS, "perfect", "perfect_switching")
 FEATURED = ("overlap", "tree", "ngram", "eagle3")
 """Chains and trees, with a model, a head and neither, with overlap scheduling and without."""
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.

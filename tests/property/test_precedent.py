@@ -16,6 +16,7 @@ from tetris_sglang.drafting import (
     Counsel,
     Precedent,
     TreeGrower,
+    continue_texts,
     find_precedent,
     is_precedents,
 )
@@ -166,8 +167,29 @@ def test_chains_go_on_as_the_precedent_does_if_they_followed_it(seed, batch, dep
             # With fewer passes the place would still hold this token if what is copied from the text reaches it.
             reaches = followed if place >= depth else is_stood
             assert int(needed[request, place]) == (
-                max(1, place + 1 - num_continued) if reaches else place + 1
+                max(0, place + 1 - num_continued) if reaches else place + 1
             )
+
+
+@given(SEEDS, st.integers(1, 4), st.integers(1, 12))
+def test_texts_go_on_by_themselves_where_there_is_a_precedent(seed, batch, num_continued):
+    precedent = random_precedent(torch.Generator().manual_seed(seed), batch, num_continued)
+    proposal = continue_texts(precedent, Copying(0.6))
+    assert torch.equal(proposal.tokens, precedent.tokens)
+    # No pass drafts them.
+    needed = least_depths(proposal.evidence, num_continued)
+    for request, match_len in enumerate(precedent.match_lens.tolist()):
+        if not match_len:
+            assert proposal.evidence[request].tolist() == [NOT_CONTINUED] * num_continued
+            assert (
+                proposal.scores[request].tolist() == proposal.probs[request].tolist() == [0.0] * num_continued
+            )
+            continue
+        kinds = [FIRST_CONTINUED - 1 + continued_class(match_len + place) for place in range(num_continued)]
+        assert proposal.evidence[request].tolist() == kinds
+        assert proposal.scores[request].tolist() == pytest.approx([0.6] * num_continued)
+        assert proposal.probs[request].tolist() == [COPIED_PROB] * num_continued
+        assert needed[request].tolist() == [0] * num_continued
 
 
 SHAPES = st.tuples(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))

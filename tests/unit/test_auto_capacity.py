@@ -185,6 +185,48 @@ def test_a_draft_that_becomes_useful_is_noticed():
     assert all(plan.depth > 0 for plan in plans[-20:])
 
 
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_texts_that_repeat_themselves_do_without_a_useless_draft(batch_size):
+    """The texts begin to repeat themselves when the draft has long been left alone."""
+    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: min(NUM_STEPS + 4, depth + 4), num_continued=4)
+    policy = AutoCapacity(
+        StepTimeModel(SEED, max_rows=256, max_batch_size=64),
+        AcceptCurves(NUM_STEPS, capacity_shares(limits.count_nodes(NUM_STEPS))),
+    )
+    server = Server(0.02)
+
+    def run(quality: float, num_steps: int) -> list[StepPlan]:
+        """`quality`: of the texts' own tokens."""
+        plans = []
+        for _ in range(num_steps):
+            plan = policy.choose(batch_size, limits)
+            plans.append(plan)
+            if plan.capacity_tokens:
+                # The texts' tokens, which any depth has; the draft's are behind them and worth nothing.
+                places = np.arange(limits.count_nodes(plan.depth))
+                survival = torch.tensor(np.where(places < 4, quality ** (places + 1), 0.0)).float()
+                curves = measure_curves(
+                    survival.expand(batch_size, -1),
+                    torch.tensor(np.maximum(places - 3, 0)),
+                    plan.depth,
+                    torch.tensor(policy.curves.shares, dtype=torch.float32),
+                )
+                expected = policy.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
+                policy.curves.confirm(expected, round(expected))
+            shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
+            policy.step_times.observe(shape, server.seconds(batch_size, plan))
+        return plans
+
+    alone = run(0.02, 200)
+    assert sum(plan == StepPlan(0, 0) for plan in alone[100:]) > 85
+    assert sum(plan.depth == 0 and plan.capacity_tokens > 0 for plan in alone[100:]) >= 5
+    repeating = run(0.9, 100)
+    # Nothing is left plain, and next to no pass is spent.
+    assert all(plan.capacity_tokens >= batch_size for plan in repeating[40:])
+    assert sum(plan.depth > 0 for plan in repeating[40:]) <= 5
+    assert run(0.0, 200)[-50:].count(StepPlan(0, 0)) > 40
+
+
 def test_load_up_and_down_without_flapping():
     """A sweep of the load up and down: plain where it pays, and few changes on the way."""
     sweep = [b for b in (1, 2, 4, 8, 16, 32, 64, 32, 16, 8, 4, 2, 1) for _ in range(150)]
@@ -228,6 +270,7 @@ def test_curves_are_sums_of_the_best():
     depths = torch.tensor([1, 2, 3])
     curves = measure_curves(survival, depths, 3, torch.tensor([0.0, 0.5, 1.0, 1.5, 3.0]))
     expected = [
+        [0, 0, 0, 0, 0],
         [0, 0.9, 1.5, 1.5, 1.5],
         [0, 0.9, 1.7, 2.3, 2.5],
         [0, 0.9, 1.7, 2.3, 2.79],
@@ -235,24 +278,46 @@ def test_curves_are_sums_of_the_best():
     assert torch.allclose(curves * 2, torch.tensor(expected))
 
 
+def test_what_no_pass_has_to_draft_is_there_at_depth_0():
+    survival = torch.tensor([[0.9, 0.8], [0.6, 0.2]])
+    depths = torch.tensor([[0, 0], [1, 2]])
+    curves = measure_curves(survival, depths, 1, torch.tensor([0.5, 1.0, 1.5]))
+    assert torch.allclose(curves * 2, torch.tensor([[0.9, 1.7, 1.7], [0.9, 1.7, 2.3]]))
+
+
 def test_curves_of_trees_count_nodes_by_their_own_depth():
     survival = torch.tensor([[0.7, 0.5, 0.2, 0.1]])
     depths = torch.tensor([[1, 2, 1, 3]])
     curves = measure_curves(survival, depths, 3, torch.tensor([1.0, 2.0, 4.0]))
-    assert torch.allclose(curves, torch.tensor([[0.7, 0.9, 0.9], [0.7, 1.2, 1.4], [0.7, 1.2, 1.5]]))
+    assert torch.allclose(
+        curves, torch.tensor([[0, 0, 0], [0.7, 0.9, 0.9], [0.7, 1.2, 1.4], [0.7, 1.2, 1.5]])
+    )
 
 
 def test_a_shallow_step_says_little_about_deep_ones():
     curves = AcceptCurves(4, capacity_shares(4))
-    full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(1, 5)])
+    full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(5)])
     for _ in range(200):
         curves.confirm(curves.observe(full, 64, 64), 64 * 0.5)
     gain = curves.accepted(np.array([4]), np.array([4.0])) - curves.accepted(np.array([2]), np.array([4.0]))
     for _ in range(50):
-        curves.confirm(curves.observe(full[:2] * 1.5, 64, 64), 64 * 0.75)
+        curves.confirm(curves.observe(full[:3] * 1.5, 64, 64), 64 * 0.75)
     at_two, at_four = (float(curves.accepted(np.array([d]), np.array([4.0]))[0]) for d in (2, 4))
     assert at_two == pytest.approx(1.5, rel=0.01)
     assert at_four - at_two == pytest.approx(float(gain[0]), rel=0.05)
+
+
+def test_what_the_texts_hold_says_nothing_about_a_draft_that_is_better():
+    curves = AcceptCurves(4, capacity_shares(4))
+    full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(5)])
+    for _ in range(200):
+        curves.confirm(curves.observe(full, 64, 64), 64 * 0.5)
+    before = curves.accepted(np.array([1, 4]), np.array([4.0, 4.0]))
+    for _ in range(50):
+        curves.confirm(curves.observe(full[1:2], 64, 64), 64 * 0.5)
+    at = curves.accepted(np.array([0, 1, 4]), np.array([4.0, 4.0, 4.0]))
+    assert at[0] == pytest.approx(0.5, rel=0.01)
+    assert at[1:] == pytest.approx(before, rel=0.01)
 
 
 # -- the planner -----------------------------------------------------------------------------------------------------

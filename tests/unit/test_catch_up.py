@@ -11,26 +11,31 @@ from tetris_sglang.capacity import StepShape
 from tetris_sglang.runtime import catch_up, step_clock
 from tetris_sglang.runtime.catch_up import MissedTokens
 from tetris_sglang.runtime.step_clock import StepClock, TimedStep
-from tetris_sglang.runtime.windows import Window, advance_window
+from tetris_sglang.runtime.windows import Window, slide_window
 
 
-@pytest.mark.parametrize("width", [2, 4])
+def state_of(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.stack((tokens, tokens * 2, -tokens), dim=-1).float()
+
+
+def make_missed(slots: int = 12, most_emitted: int = 1, has_states: bool = False) -> MissedTokens:
+    size = 3 if has_states else None
+    return MissedTokens(slots, most_emitted=most_emitted, hidden_size=size, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("width", [2, 4, 7])
+@pytest.mark.parametrize("most_emitted", [1, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_missed_and_window_together_hold_every_token_once(width, seed):
+def test_missed_and_window_together_hold_every_token_once(width, most_emitted, seed):
     """Requests of random ages: what is taken, and the window after it, are the text's last tokens without a gap."""
     rng = random.Random(seed)
     batch, slots = 5, 12
     rows = torch.tensor(rng.sample(range(slots), batch))
-    missed = MissedTokens(slots, hidden_size=3, dtype=torch.float32, device="cpu")
+    missed = make_missed(slots, most_emitted, has_states=True)
     texts = [list(range(100 * r, 100 * r + rng.randint(1, width))) for r in range(batch)]
-    counts = [len(text) for text in texts]
-
-    def state_of(tokens: torch.Tensor) -> torch.Tensor:
-        return torch.stack((tokens, tokens * 2, -tokens), dim=-1).float()
-
     tokens = torch.tensor([[0] * (width - len(text)) + text for text in texts])
-    window = Window(tokens, torch.tensor(counts), state_of(tokens))
-    joined = batch - 1
+    window = Window(tokens, torch.tensor([len(text) for text in texts]), state_of(tokens))
+    joined, bound = batch - 1, 0
     for step in range(7):
         if step == 3:
             # The last request leaves, and another takes its slot, just prefilled.
@@ -39,12 +44,21 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
             tokens = window.tokens.clone()
             tokens[joined] = torch.tensor([0] * (width - 1) + [901])
             window = Window(tokens, torch.cat((window.counts[:-1], torch.tensor([1]))), state_of(tokens))
-        missed.push(rows, window)
-        emitted = torch.tensor([text[-1] + 1 for text in texts])
-        for text, token in zip(texts, emitted.tolist(), strict=True):
-            text.append(token)
-        window = advance_window(window, emitted, state_of(emitted))
-    assert missed.num_steps == missed.most_steps == 7
+        # Plain steps, and those that accept some of the texts' own tokens.
+        most = rng.choice((1, most_emitted))
+        counts = [rng.randint(1, most) for _ in texts]
+        emitted = torch.full((batch, most), 555)
+        for r, (text, count) in enumerate(zip(texts, counts, strict=True)):
+            new = [text[-1] + 1 + i for i in range(count)]
+            text += new
+            emitted[r, :count] = torch.tensor(new)
+        left, window = slide_window(
+            window, Window(emitted, None if most == 1 else torch.tensor(counts), state_of(emitted))
+        )
+        assert missed.has_room(most)
+        missed.push(rows, left)
+        bound += most
+    assert missed.num_tokens == missed.most_tokens == bound
     taken = missed.take(rows)
     for r, text in enumerate(texts):
         count, kept = int(taken.counts[r]), int(window.counts[r])
@@ -56,17 +70,19 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
         assert together == text
         states = taken.hidden_states[r, taken.tokens.shape[1] - count :]
         assert torch.equal(states, state_of(torch.tensor(text[:count], dtype=torch.int64)).view(count, 3))
-    assert missed.num_steps == 0 and not missed.is_full
+        assert torch.equal(window.hidden_states[r, width - kept :], state_of(torch.tensor(text[count:])))
+    assert taken.tokens.shape[1] == max(len(text) - min(width, len(text)) for text in texts)
+    assert missed.num_tokens == 0 and missed.most_tokens == bound
     assert missed.take(rows).tokens.shape[1] == 0
 
 
 def test_full_windows_lose_one_token_each_step():
     """Standalone chains: every window is full, and no counts are kept."""
-    missed = MissedTokens(4, hidden_size=None, dtype=torch.float32, device="cpu")
+    missed = make_missed()
     rows, window = torch.tensor([3, 1]), Window(torch.tensor([[7, 8], [70, 80]]))
     for token in (9, 10):
-        missed.push(rows, window)
-        window = advance_window(window, torch.tensor([token, 10 * token]), None)
+        left, window = slide_window(window, Window(torch.tensor([[token], [10 * token]])))
+        missed.push(rows, left)
     taken = missed.take(rows)
     assert taken.tokens.tolist() == [[7, 8], [70, 80]]
     assert taken.counts.tolist() == [2, 2]
@@ -74,13 +90,16 @@ def test_full_windows_lose_one_token_each_step():
 
 
 def test_its_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(catch_up, "MEMORY_BYTES", 64 * 20 * (4 + 8 * 4))
-    missed = MissedTokens(64, hidden_size=8, dtype=torch.float32, device="cpu")
-    rows, window = torch.tensor([0]), Window(torch.tensor([[1, 2]]), None, torch.zeros(1, 2, 8))
+    monkeypatch.setattr(catch_up, "MEMORY_BYTES", 12 * 20 * (4 + 3 * 4))
+    missed = make_missed(has_states=True)
+    rows, left = torch.tensor([0]), Window(torch.tensor([[1]]), None, torch.zeros(1, 1, 3))
     for _ in range(20):
-        assert not missed.is_full
-        missed.push(rows, window)
-    assert missed.is_full
+        assert missed.has_room(1)
+        missed.push(rows, left)
+    assert not missed.has_room(1)
+    # A few steps find room whatever they take.
+    monkeypatch.setattr(catch_up, "MEMORY_BYTES", 0)
+    assert make_missed(most_emitted=7).has_room(28)
 
 
 def test_only_steps_between_steps_are_timed(monkeypatch):

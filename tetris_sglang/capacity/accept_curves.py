@@ -23,16 +23,16 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
     The largest C survivals of the nodes down to a depth, summed, divided by the batch size.
 
     Args:
-        survival: [batch, n] float32. depths: [n] or [batch, n] integers, from 1: the least to which a step has to draft to
+        survival: [batch, n] float32. depths: [n] or [batch, n] integers, from 0: the least to which a step has to draft to
             have the node.
         shares: [num_shares] float32, capacities per request.
     Returns:
-        [max_depth, num_shares] float32, on the same device.
+        [max_depth + 1, num_shares] float32, on the same device.
     Sync: none; CUDA-graph safe.
-    Example: survival [[.8, .4], [.6, .5]], depths [1, 2], shares [1.]: depth 1 -> .7, depth 2 -> .7
+    Example: survival [[.8, .4], [.6, .5]], depths [1, 2], shares [1.]: depth 0 -> 0, depth 1 -> .7, depth 2 -> .7
     """
     batch, n = survival.shape
-    levels = torch.arange(1, max_depth + 1, device=survival.device)
+    levels = torch.arange(max_depth + 1, device=survival.device)
     within = depths.expand(batch, n).reshape(1, -1) <= levels[:, None]
     best = torch.where(within, survival.reshape(1, -1), 0.0).sort(dim=1, descending=True).values
     total = torch.nn.functional.pad(best.cumsum(dim=1), (1, 0))
@@ -47,6 +47,9 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
 class AcceptCurves:
     """Moving averages of `measure_curves` on the host.
 
+    What the requests' own texts hold (depth 0) comes and goes with the requests. So it is remembered for less time, and
+    steps without the draft change nothing that is known of the draft.
+
     Until something was measured, every draft token is taken to be accepted with probability 0.6.
 
     Args:
@@ -56,6 +59,8 @@ class AcceptCurves:
     _FIRST_GUESS = 0.6
     _MEMORY_REQUESTS = 64.0
     """Requests' steps after which a measurement has lost most of its weight."""
+    _MEMORY_OF_TEXTS = 16.0
+    """The same at depth 0."""
     _MEMORY_TOKENS = 256.0
     """Expected tokens after which what was accepted has lost half of its weight."""
     _TRUST_TOKENS = 4.0
@@ -63,7 +68,8 @@ class AcceptCurves:
 
     def __init__(self, max_depth: int, shares: list[float]) -> None:
         self.shares = np.array(shares)
-        self._num_seen = 0.0
+        self._num_seen = np.zeros(max_depth + 1)
+        self._memory = np.where(np.arange(max_depth + 1) > 0, self._MEMORY_REQUESTS, self._MEMORY_OF_TEXTS)
         self._expected = self._confirmed = 0.0
         guesses = np.concatenate(([0.0], np.cumsum(self._FIRST_GUESS ** np.arange(1, max_depth + 1))))
         self._curves = np.array(
@@ -77,20 +83,22 @@ class AcceptCurves:
         """Take in one step's curves.
 
         Args:
-            curves: [depth, num_shares], from `measure_curves`, depth that of the step.
+            curves: [depth + 1, num_shares], from `measure_curves`, depth that of the step.
             capacity_tokens: drafts verified in it.
         Returns:
             The drafts that should be accepted of them, for `confirm`.
         """
-        depth = len(curves)
+        depth = len(curves) - 1
         # A plain average at first.
-        self._num_seen = min(self._num_seen + batch_size, self._MEMORY_REQUESTS + batch_size)
-        weight = batch_size / self._num_seen
+        levels = slice(None if depth else 1)
+        self._num_seen[levels] = np.minimum(self._num_seen[levels], self._memory[levels]) + batch_size
+        weights = batch_size / self._num_seen[: depth + 1]
         old = self._curves[depth].copy()
-        self._curves[1 : depth + 1] += weight * (curves - self._curves[1 : depth + 1])
-        # What deeper drafts would add was not seen; what they rest on was.
-        self._curves[depth + 1 :] += self._curves[depth] - old
-        np.maximum.accumulate(self._curves, axis=0, out=self._curves)
+        self._curves[: depth + 1] += weights[:, None] * (curves - self._curves[: depth + 1])
+        if depth:
+            # What deeper drafts would add was not seen; what they rest on was.
+            self._curves[depth + 1 :] += self._curves[depth] - old
+            np.maximum.accumulate(self._curves[1:], axis=0, out=self._curves[1:])
         return batch_size * float(np.interp(capacity_tokens / batch_size, self.shares, curves[-1]))
 
     def confirm(self, expected: float, accepted: int) -> None:
@@ -109,5 +117,7 @@ class AcceptCurves:
         at = np.clip(np.searchsorted(self.shares, capacity_shares, side="right") - 1, 0, len(self.shares) - 2)
         left, right = self.shares[at], self.shares[at + 1]
         share = np.clip((capacity_shares - left) / (right - left), 0.0, 1.0)
-        per_request = (1 - share) * self._curves[depths, at] + share * self._curves[depths, at + 1]
+        # Whatever the draft is worth, its chains hold what the texts hold.
+        curves = np.maximum(self._curves, self._curves[0])
+        per_request = (1 - share) * curves[depths, at] + share * curves[depths, at + 1]
         return np.minimum(self.confidence * per_request, capacity_shares)

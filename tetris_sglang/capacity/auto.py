@@ -4,8 +4,8 @@ Each step maximises expected tokens emitted per second,
 
     (B + expected accepted drafts(depth, C)) / t(B, depth, B + C),
 
-over depth 0 (plain decoding, C = 0) and all depths and capacities (docs/capacity.md derives it). Both parts come from
-earlier steps alone.
+over plain decoding (depth 0, C = 0) and all depths and capacities (docs/capacity.md derives it). Both parts come from
+earlier steps alone. Where chains go on from the requests' own texts, so can the root itself: depth 0 with C > 0.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ _FULL_DEPTH_EVERY = 64
 _PROBE_STEPS = 2
 _FIRST_PROBE_AFTER, _LAST_PROBE_AFTER = 64, 2048
 """Plain steps before a probe: each probe that changes nothing doubles them."""
+_LOOK_AT_TEXTS_EVERY = 16
+"""Plain steps after which one verifies a few tokens from the requests' own texts, which no pass has to draft."""
+_REQUESTS_PER_LOOK = 8
+"""Requests that share one such token."""
 _DRAW_EVERY = 8
 """Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
 those known to be slower do not."""
@@ -110,6 +114,8 @@ class AutoCapacity:
                 self._probe_steps = self._steps_in_mode = 0
                 self._probe_after = min(2 * self._probe_after, _LAST_PROBE_AFTER)
             return self._look_deep(batch_size, limits, batch_size)
+        if limits.depths[0] == 0 and self._steps_in_mode % _LOOK_AT_TEXTS_EVERY == 0:
+            return limits.fit(batch_size, 0, max(1, batch_size // _REQUESTS_PER_LOOK))
         return StepPlan(0, 0)
 
     def _change_mode(self) -> None:

@@ -12,6 +12,7 @@ were never used profit from those that were.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -119,6 +120,8 @@ class StepTimeModel:
         self._prior += _COMMON_DEVIATION**2 * np.outer(self._values, self._values)
         self._covariance = self._prior.copy()
         self._was_late = False
+        # Steps of a shape follow each other, and describing one costs more than learning from it.
+        self._features_of = functools.lru_cache(maxsize=4096)(self._describe)
         self.relative_error = 0.0
         """Moving average of |predicted - measured| / measured."""
 
@@ -163,8 +166,7 @@ class StepTimeModel:
         return values
 
     def predict_step(self, shape: StepShape) -> float:
-        features = self.features(shape.batch_size, np.array([shape.depth]), np.array([shape.rows]))
-        return float(self.predict(features, shape.context_tokens)[0])
+        return float(self.predict(self._features_of(shape[:-1])[None], shape.context_tokens)[0])
 
     def observe(self, shape: StepShape, seconds: float) -> float:
         """Learn from one real step; returns what was predicted for it.
@@ -174,7 +176,7 @@ class StepTimeModel:
         """
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"a step's time must be finite and above 0, got {seconds}")
-        features = self.features(shape.batch_size, np.array([shape.depth]), np.array([shape.rows]))[0]
+        features = self._features_of(shape[:-1]).copy()
         features[-1] = shape.context_tokens
         predicted = float(features @ self._values)
         self.relative_error += 0.05 * (abs(predicted - seconds) / seconds - self.relative_error)
@@ -190,6 +192,11 @@ class StepTimeModel:
         self._values = self._values + gain * min(max(seconds - predicted, -limit), limit)
         self._covariance -= np.outer(gain, spread)
         return predicted
+
+    def _describe(self, shape: tuple[int, int, int]) -> np.ndarray:
+        """`features` of one step, without its context."""
+        batch_size, depth, rows = shape
+        return self.features(batch_size, np.array([depth]), np.array([rows]))[0]
 
     def _add(self, features: np.ndarray, curve: str, at: np.ndarray, weights: np.ndarray) -> None:
         nodes, columns = self._curves[curve]

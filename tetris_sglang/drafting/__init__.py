@@ -1,7 +1,7 @@
 """What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them; n-gram drafts; and
 what the request's own text says of a draft."""
 
-from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower
+from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower, continue_texts
 from tetris_sglang.drafting.ngram import (
     LEAST_PROB,
     PRIOR,
@@ -66,6 +66,7 @@ __all__ = [
     "TreeGrower",
     "TreeShape",
     "ancestor_mask",
+    "continue_texts",
     "count_nodes",
     "estimate_probs",
     "find_precedent",

@@ -79,6 +79,16 @@ class ChainGrower:
         return Proposal(tokens, scores, None, probs, evidence)
 
 
+def continue_texts(precedent: Precedent, calibrate: Calibrate) -> Proposal:
+    """Chains that are the precedents themselves: no draft was asked.
+
+    Example: precedent tokens [[3, 9, 1]], match_lens [2] -> tokens [[3, 9, 1]]; match_lens [0] -> scores [[0, 0, 0]]
+    """
+    counsel = Counsel(precedent, calibrate)
+    tokens, probs, scores, evidence = counsel.go_on(slice(0, counsel.num_levels), counsel.exists)
+    return Proposal(tokens, scores, None, probs, evidence)
+
+
 class TreeGrower:
     """Several branches.
 

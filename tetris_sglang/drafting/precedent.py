@@ -12,6 +12,7 @@ pass of the model has to pay for ("continued" ones).
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -115,9 +116,14 @@ class Counsel:
         self._exponents = torch.frexp(lens).exponent.to(torch.int64)
         classes = self._exponents.clamp_max(_LENGTH_CLASSES)
         self._contradicted, self._copied = 2 * classes, classes + (FIRST_COPIED - 1)
-        self._copy_below = calibrate.find_rival(levels + 1, self._copied, self._contradicted)
         self.exists = (precedent.match_lens > 0)[:, None]
         """[batch, 1] bool, whether there is one: at level 0 it is followed so far."""
+
+    @cached_property
+    def _copy_below(self) -> Tensor:
+        """[batch, num_levels], the draft's probabilities below which the precedent's tokens are worth more."""
+        depths = torch.arange(1, self.num_levels + 1, device=self._copied.device)
+        return self._calibrate.find_rival(depths, self._copied, self._contradicted)
 
     def choose(self, level: int, tokens: Tensor, probs: Tensor, was_followed: Tensor) -> Choice:
         """Let the precedent's token take a place.

@@ -1,72 +1,91 @@
-"""What a draft missed while steps ran without drafting, per request slot, until its KV is caught up."""
+"""What a draft missed while steps ran without it, per request slot, until its KV is caught up."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tetris_sglang.runtime.windows import Window
+from tetris_sglang.runtime.windows import Window, align_right
 
 MEMORY_BYTES = 64 << 20
 """For tokens and, where the draft reads them, the target's states."""
-MOST_STEPS = 1024
+MOST_TOKENS = 1024
+_LEAST_STEPS = 4
+"""For which there is room, whatever that takes."""
 
 
 class MissedTokens:
     """Tokens that left a request's window before a pass of the draft saw them.
 
-    All running requests take part in every step, so the host knows how many steps were missed; a request that was prefilled
-    in between missed the first ones less. So entries are aligned to the right, as in a `Window`.
+    How many a step emits is known on the device; the host knows how many they are at most.
 
     Args:
-        num_slots: rows of SGLang's request-to-token table. hidden_size, dtype: of the states; None: the draft reads none.
+        num_slots: rows of SGLang's request-to-token table. most_emitted: tokens per request and step.
+        hidden_size, dtype: of the states; None: the draft reads none.
     """
 
     def __init__(
-        self, num_slots: int, *, hidden_size: int | None, dtype: torch.dtype, device: str | torch.device
+        self,
+        num_slots: int,
+        *,
+        most_emitted: int,
+        hidden_size: int | None,
+        dtype: torch.dtype,
+        device: str | torch.device,
     ) -> None:
         state_bytes = 0 if hidden_size is None else hidden_size * dtype.itemsize
-        self._capacity_steps = max(16, min(MOST_STEPS, MEMORY_BYTES // (num_slots * (4 + state_bytes))))
-        shape = (num_slots, self._capacity_steps)
+        affordable = min(MOST_TOKENS, MEMORY_BYTES // (num_slots * (4 + state_bytes)))
+        self._capacity = max(_LEAST_STEPS * most_emitted, affordable)
+        shape = (num_slots, self._capacity)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._states = (
             None if hidden_size is None else torch.zeros((*shape, hidden_size), dtype=dtype, device=device)
         )
-        self.num_steps = 0
-        """Steps without drafting since the last pass of the draft."""
-        self.most_steps = 0
-        """The longest such run so far: as many tokens may be missing at the end of a cached prefix."""
+        self._narrows = torch.device(device).type == "cpu"
+        self.num_tokens = 0
+        """At most so many of a request have been missed since the last pass of the draft."""
+        self.most_tokens = 0
+        """The most that were ever missed: as many may be missing at the end of a cached prefix."""
 
-    @property
-    def is_full(self) -> bool:
-        return self.num_steps == self._capacity_steps
+    def has_room(self, emitted: int) -> bool:
+        """For a step that emits so many tokens per request at most."""
+        return self.num_tokens + emitted <= self._capacity
 
     def forget_rows(self, rows: Tensor) -> None:
         """These slots [n] belong to requests just prefilled, by the draft, too."""
-        if self.num_steps:
+        if self.num_tokens:
             self._counts[rows] = 0
 
-    def push(self, rows: Tensor, window: Window) -> None:
-        """One step: the oldest token of each request's window leaves it.
+    def push(self, rows: Tensor, left: Window) -> None:
+        """One step.
 
         Args:
-            rows: [batch] request slots.
+            rows: [batch] request slots. left: what has left their windows, from `slide_window`.
         """
-        self._tokens[rows, self.num_steps] = window.tokens[:, 0].to(torch.int32)
-        width = window.tokens.shape[1]
-        # A window that is not full yet loses nothing.
-        self._counts[rows] += 1 if window.counts is None else window.counts == width
+        width = left.tokens.shape[1]
+        counts = self._counts[rows]
+        # What is not real is overwritten by what comes next.
+        columns = counts[:, None]
+        if width > 1:
+            columns = columns + torch.arange(width, device=counts.device)
+        self._tokens[rows[:, None], columns] = left.tokens.to(torch.int32)
         if self._states is not None:
-            self._states[rows, self.num_steps] = window.hidden_states[:, 0].to(self._states.dtype)
-        self.num_steps += 1
-        self.most_steps = max(self.most_steps, self.num_steps)
+            self._states[rows[:, None], columns] = left.hidden_states.to(self._states.dtype)
+        self._counts[rows] = counts + (1 if left.counts is None else left.counts)
+        self.num_tokens += width
+        self.most_tokens = max(self.most_tokens, self.num_tokens)
 
     def take(self, rows: Tensor) -> Window:
-        """What the requests in these slots [batch] missed, [batch, num_steps]; counts may be 0. Forgets everything."""
-        n = self.num_steps
-        states = None if self._states is None else self._states[rows, :n]
-        missed = Window(self._tokens[rows, :n].to(torch.int64), self._counts[rows], states)
+        """What the requests in these slots [batch] missed, aligned to the right; counts may be 0. Forgets everything.
+
+        On the CPU no wider than it has to be.
+        """
+        counts, width = self._counts[rows], self.num_tokens
+        if self._narrows and width:
+            width = int(counts.max())
+        states = None if self._states is None else align_right(self._states[rows, :width], counts)
+        missed = Window(align_right(self._tokens[rows, :width], counts).to(torch.int64), counts, states)
         self._counts.zero_()
-        self.num_steps = 0
+        self.num_tokens = 0
         return missed

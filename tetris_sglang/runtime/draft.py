@@ -38,6 +38,7 @@ from tetris_sglang.drafting import (
     Precedent,
     Proposal,
     TreeGrower,
+    continue_texts,
     count_nodes,
     trust_all,
 )
@@ -46,12 +47,12 @@ from tetris_sglang.runtime.catch_up import MissedTokens
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.windows import (
     Window,
-    advance_window,
     align_right,
     make_draft_input,
     make_window_input,
     narrow_window,
     read_window,
+    slide_window,
 )
 
 _CATCH_UP_ROWS = 4096
@@ -95,7 +96,7 @@ class ModelDraft:
 
     @property
     def num_continued(self) -> int:
-        """Tokens of a chain behind the last pass's: no pass drafts them, they continue a precedent."""
+        """Tokens of a chain behind the last pass's, or the root's: no pass drafts them, they continue a precedent."""
         return self.speculative_num_draft_tokens - 1 - self.speculative_num_steps if self.topk == 1 else 0
 
     @property
@@ -128,12 +129,13 @@ class ModelDraft:
         return min(self.speculative_num_draft_tokens - 1, count_nodes(depth, self.topk) + self.num_continued)
 
     def alloc_missed(self, req_to_token_pool) -> None:
-        """Where tokens wait that steps without drafting emit; when the pools are there."""
+        """Where tokens wait that steps without the draft emit; when the pools are there."""
         table = req_to_token_pool.req_to_token
         if self.reads_hidden_states:
             self.target_state_size = get_draft_input_from_target_hidden_dim(self.draft_runner)
         self._missed = MissedTokens(
             table.shape[0],
+            most_emitted=1 + self.num_continued,
             hidden_size=self.target_state_size,
             dtype=self.draft_runner.model_config.dtype,
             device=table.device,
@@ -209,26 +211,39 @@ class ModelDraft:
             states = hidden_states[rows.clamp_(max=hidden_states.shape[0] - 1)]
         return self._hand_over(tokens, counts, states, accepted.bonus_tokens)
 
-    def after_plain(
-        self, batch, draft_input: EagleDraftInput, accepted: AcceptedTokens, hidden_states: Tensor | None
+    def after_undrafted(
+        self,
+        batch,
+        draft_input: EagleDraftInput,
+        accepted: AcceptedTokens,
+        hidden_states: Tensor | None,
+        qo_indptr: Tensor,
+        most_accepted: int,
     ) -> EagleDraftInput:
-        """Hand on what a step without drafting leaves undone.
+        """Hand on what a step in which the draft did not run leaves undone.
 
         Args:
-            batch: the decode ScheduleBatch, its lengths still those of before.
+            batch, hidden_states, qo_indptr: as for `after_verify`.
             draft_input: the step's own.
-            hidden_states: [batch or more, hidden_size] the target's, if the draft reads them.
+            most_accepted: of any request's drafts, as far as the host knows; 0: nothing was verified.
         """
-        bonus_tokens = accepted.bonus_tokens
-        if self._missed.is_full:
+        if not self._missed.has_room(1 + most_accepted):
             self._catch_up(batch)
         window = read_window(draft_input)
         if self.has_full_windows:
             window = window._replace(counts=None)
-        self._missed.push(batch.req_pool_indices, window)
+        if most_accepted:
+            columns = torch.arange(1 + most_accepted, device=qo_indptr.device)
+            rows = (qo_indptr[:-1, None] + columns).long()
+            emitted = Window(accepted.target_tokens[:, : len(columns)], accepted.accept_lens + 1)
+        else:
+            rows = qo_indptr[:-1, None].long()
+            emitted = Window(accepted.bonus_tokens[:, None])
         if hidden_states is not None:
-            hidden_states = hidden_states[: len(bonus_tokens)]
-        return make_draft_input(advance_window(window, bonus_tokens, hidden_states), bonus_tokens)
+            emitted = emitted._replace(hidden_states=hidden_states[rows.clamp_(max=len(hidden_states) - 1)])
+        left, window = slide_window(window, emitted)
+        self._missed.push(batch.req_pool_indices, left)
+        return make_draft_input(window, accepted.bonus_tokens)
 
     def _hand_over(
         self, tokens: Tensor, counts: Tensor | None, hidden_states: Tensor | None, bonus_tokens: Tensor
@@ -250,10 +265,14 @@ class ModelDraft:
         Args:
             batch: the decode ScheduleBatch inside SGLang's forward isolation, which undoes what is set here;
                 batch.spec_info from `make_draft_input`, batch.seq_lens [batch] = tokens with target KV.
-            depth: 1..num_steps.
+            depth: 0..num_steps; 0: from their texts alone, where chains go on.
         """
+        if depth == 0:
+            rows = batch.req_pool_indices
+            precedent = self.find_precedent(rows, batch.seq_lens, batch.seq_lens_cpu, 0)
+            return continue_texts(precedent, self.calibrate(rows))
         window = read_window(batch.spec_info)
-        if self._missed.num_steps:
+        if self._missed.num_tokens:
             self._catch_up(batch)
         temperatures = batch.sampling_info.temperatures
         if self.captured is not None and self.captured.can_run(len(batch.reqs)):
@@ -377,17 +396,20 @@ class ModelDraft:
             return model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
 
     def _catch_up(self, batch) -> None:
-        """Write the draft's KV of the tokens before the window that steps without drafting emitted."""
+        """Write the draft's KV of the tokens before the window that steps without the draft emitted."""
+        missed = self._missed.take(batch.req_pool_indices)
+        if not missed.tokens.shape[1]:
+            return
         change = 1 - self.shift - self.window_width
         ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + change
-        self._write(batch, self._missed.take(batch.req_pool_indices), batch.seq_lens + change, ends_cpu)
+        self._write(batch, missed, batch.seq_lens + change, ends_cpu)
 
     def _redraft_prefixes(self, batch) -> None:
         """Write the draft's KV of the ends of prefixes from the cache: their requests may have ended without drafting.
 
         A head would need the target's states there, which nobody keeps.
         """
-        most_missed = self._missed.most_steps
+        most_missed = self._missed.most_tokens
         if self.reads_hidden_states or not most_missed:
             return
         prefix_lens = batch.prefix_lens

@@ -26,7 +26,7 @@ class StepMetrics:
         self, *, batch_size: int, depth: int, drafted: int, selected: int, verified_rows: int
     ) -> None:
         self.num_steps += 1
-        self.plain_steps += depth == 0
+        self.plain_steps += selected == 0
         self.num_requests += batch_size
         self.drafted += drafted
         self.selected += selected
@@ -36,7 +36,7 @@ class StepMetrics:
             self._prometheus["selected"].inc(selected)
             self._prometheus["depth"].set(depth)
             self._prometheus["capacity"].set(selected)
-            if depth == 0:
+            if selected == 0:
                 self._prometheus["plain_steps"].inc()
 
     def observe_step_time(self, predicted_s: float, measured_s: float) -> None:
@@ -76,7 +76,7 @@ class StepMetrics:
         }
         metrics["plain_steps"] = Counter("sglang:tetris_plain_steps", "Steps without drafting under TETRIS.")
         for name, unit_name, help_text in (
-            ("depth", "draft_depth", "Passes of the draft in the last step; 0: plain decoding."),
+            ("depth", "draft_depth", "Passes of the draft in the last step."),
             ("capacity", "capacity_tokens", "Draft tokens verified in the last step."),
             ("predicted", "step_time_predicted_seconds", "Of the last step timed, as predicted."),
             ("measured", "step_time_measured_seconds", "Of the last step timed."),

@@ -63,10 +63,16 @@ class NgramDraft:
         """See `ModelDraft.after_verify`."""
         return self._hand_over(accepted.bonus_tokens)
 
-    def after_plain(
-        self, batch, draft_input: EagleDraftInput, accepted: AcceptedTokens, hidden_states: None
+    def after_undrafted(
+        self,
+        batch,
+        draft_input: EagleDraftInput,
+        accepted: AcceptedTokens,
+        hidden_states: None,
+        qo_indptr: Tensor,
+        most_accepted: int,
     ) -> EagleDraftInput:
-        """See `ModelDraft.after_plain`: nothing is left undone here."""
+        """See `ModelDraft.after_undrafted`: nothing is left undone here."""
         return self._hand_over(accepted.bonus_tokens)
 
     @staticmethod

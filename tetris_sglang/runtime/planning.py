@@ -39,16 +39,16 @@ class _DraftedStep:
 
 
 def least_depths(evidence: Tensor, num_continued: int) -> Tensor:
-    """How many passes a chain's tokens need at least: a precedent's token may also be continued behind fewer.
+    """How many passes a chain's tokens need at least: a precedent's token may also be continued behind fewer, or none.
 
     Args:
         evidence: [batch, n] int64, as in `Proposal`.
     Returns:
-        [batch, n] int64, from 1.
-    Example: no precedent at all, then agreement down to the last, num_continued 2 -> [[1, 2, 3, 4], [1, 1, 1, 2]]
+        [batch, n] int64, from 0.
+    Example: no precedent at all, then agreement down to the last, num_continued 2 -> [[1, 2, 3, 4], [0, 0, 1, 2]]
     """
     places = torch.arange(1, evidence.shape[1] + 1, device=evidence.device)
-    return torch.where(is_precedents(evidence), (places - num_continued).clamp(min=1), places)
+    return torch.where(is_precedents(evidence), (places - num_continued).clamp(min=0), places)
 
 
 class StepPlanner:
@@ -88,12 +88,14 @@ class StepPlanner:
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
         self._clock.describe(StepShape(batch_size, plan.depth, rows, context_tokens))
-        if plan.depth == 0:
+        if not plan.capacity_tokens:
             self._unconfirmed.append(None)
         return plan
 
     def _limit(self, plan: StepPlan, num_speculating: int) -> StepPlan:
-        most = num_speculating * self._limits.count_nodes(plan.depth) if num_speculating and plan.depth else 0
+        if not plan.capacity_tokens:
+            return plan
+        most = num_speculating * self._limits.count_nodes(plan.depth) if num_speculating else 0
         return StepPlan(plan.depth, min(plan.capacity_tokens, most)) if most else StepPlan(0, 0)
 
     def after_draft(self, proposal: Proposal, depth: int, capacity_tokens: int) -> None:

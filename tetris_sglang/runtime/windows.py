@@ -11,12 +11,13 @@ from torch import Tensor
 
 
 class Window(NamedTuple):
-    """The tokens of a step's first pass, aligned to the right: the last `counts` of a row are real."""
+    """Tokens and what goes with them. A step's first pass takes them aligned to the right: the last `counts` of a row are
+    real, the bonus token is the last."""
 
     tokens: Tensor
-    """[batch, width] int64, the bonus token last."""
+    """[batch, width] int64."""
     counts: Tensor | None = None
-    """[batch] integers, 1..width; None: all are real."""
+    """[batch] integers, 0..width; None: all are real."""
     hidden_states: Tensor | None = None
     """[batch, width, hidden_size] the target's state that goes with each token; None: the draft reads none."""
 
@@ -94,17 +95,41 @@ def make_window_input(window: Window, positions: Tensor) -> EagleDraftExtendInpu
     )
 
 
-def advance_window(window: Window, tokens: Tensor, hidden_states: Tensor | None) -> Window:
-    """The window after a step that emitted one token per request and drafted nothing: its oldest token leaves it.
+def slide_window(window: Window, emitted: Window) -> tuple[Window, Window]:
+    """The window after a step in which the draft did not run: as many tokens leave it as it has no room for.
 
     Args:
-        tokens: [batch]. hidden_states: [batch, hidden_size] the target's that go with them, if the draft reads them.
+        emitted: what the step emitted, at least one token per request, aligned to the left; counts None: one each.
+    Returns:
+        What has left the window, aligned to the left, as wide as `emitted`; and the window.
+    Example: window [[7, 8]], emitted [[9, 4, 0]], counts [2] -> [[7, 8, ..]], counts [2]; [[9, 4]]
     """
-    width, counts = window.tokens.shape[1], window.counts
-    if hidden_states is not None:
-        hidden_states = torch.cat((window.hidden_states[:, 1:], hidden_states[:, None]), dim=1)
-    return Window(
-        torch.cat((window.tokens[:, 1:], tokens.to(torch.int64)[:, None]), dim=1),
-        None if counts is None else (counts + 1).clamp(max=width),
-        hidden_states,
+    width = window.tokens.shape[1]
+    both = Window(
+        torch.cat((window.tokens, emitted.tokens), dim=1),
+        None,
+        None
+        if window.hidden_states is None
+        else torch.cat((window.hidden_states, emitted.hidden_states), dim=1),
     )
+    if emitted.counts is None:
+        left_counts = None if window.counts is None else window.counts == width
+        counts = None if window.counts is None else (window.counts + 1).clamp(max=width)
+        return _take_columns(both, slice(0, 1), left_counts), _take_columns(both, slice(1, None), counts)
+    is_counted = window.counts is not None
+    total = emitted.counts + (window.counts if is_counted else width)
+    columns = torch.arange(both.tokens.shape[1], device=total.device)
+    begin = (width - window.counts if is_counted else torch.zeros_like(total))[:, None]
+    left = _take_columns(both, begin + columns[: emitted.tokens.shape[1]], (total - width).clamp(min=0))
+    kept = _take_columns(both, emitted.counts[:, None] + columns[:width], total.clamp(max=width))
+    return left, kept
+
+
+def _take_columns(window: Window, columns: slice | Tensor, counts: Tensor | None) -> Window:
+    """Args: columns: for all rows, or [batch, n] integers; beyond the last one stands for the last one."""
+    tokens, states = window.tokens, window.hidden_states
+    if isinstance(columns, slice):
+        return Window(tokens[:, columns], counts, None if states is None else states[:, columns])
+    columns = columns.long().clamp_(max=tokens.shape[1] - 1)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    return Window(tokens.gather(1, columns), counts, None if states is None else states[rows, columns])

@@ -196,7 +196,7 @@ class TetrisWorker(BaseSpecWorker):
         tier = self._fit_rows(batch_size, num_tokens)
 
         proposal = draft_lens = None
-        if depth:
+        if capacity_tokens:
             with self.phases("draft"), self._draft_context():
                 proposal = self._draft.propose(batch, depth)
 
@@ -205,7 +205,7 @@ class TetrisWorker(BaseSpecWorker):
                 self.planner.after_draft(proposal, depth, capacity_tokens)
                 draft_lens = self._operations.select_drafts(proposal, capacity_tokens, adjustment)
             # SGLang reads results in rows of a fixed width.
-            max_depth = depth + self._draft.num_continued if depth else 0
+            max_depth = depth + self._draft.num_continued if capacity_tokens else 0
             grid = make_grid(roots, proposal, max_depth, self.speculative_num_draft_tokens)
             packed = self._operations.pack_grid(
                 draft_lens, grid, seq_lens, req_to_token, batch.req_pool_indices, tier or num_tokens
@@ -250,16 +250,23 @@ class TetrisWorker(BaseSpecWorker):
                 self._texts.append(batch, accepted.target_tokens)
             if self.recorder is not None:
                 self.recorder.add(proposal, grid, accepted, packed.verify_lens, batch.req_pool_indices)
-            if proposal is not None:
-                if self.learner is not None:
-                    rows = batch.req_pool_indices
-                    self.learner.add(proposal, grid, accepted, packed.verify_lens, rows)
+            if proposal is not None and self.learner is not None:
+                rows = batch.req_pool_indices
+                self.learner.add(proposal, grid, accepted, packed.verify_lens, rows)
+            if depth:
                 next_draft_input = self._draft.after_verify(
                     batch, accepted, hidden_states, packed.qo_indptr, depth
                 )
             else:
                 with self._draft_context():
-                    next_draft_input = self._draft.after_plain(batch, draft_input, accepted, hidden_states)
+                    next_draft_input = self._draft.after_undrafted(
+                        batch,
+                        draft_input,
+                        accepted,
+                        hidden_states,
+                        packed.qo_indptr,
+                        min(max_depth, capacity_tokens),
+                    )
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
         num_drafted = 0 if proposal is None else proposal.tokens.shape[1]
@@ -303,14 +310,15 @@ class TetrisWorker(BaseSpecWorker):
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _make_planner(self) -> StepPlanner:
-        num_steps = self.speculative_num_steps
+        num_steps, num_continued = self.speculative_num_steps, self._draft.num_continued
         # Captured passes of the draft always go to the full depth.
         captured = getattr(self._draft_worker, "captured", None) is not None
+        depths = [num_steps] if captured else range(1, num_steps + 1)
         limits = DraftLimits(
-            depths=[num_steps] if captured else range(1, num_steps + 1),
+            depths=[0, *depths] if num_continued else depths,
             count_nodes=self._draft.count_nodes,
             fit_rows=self._fit_rows,
-            num_continued=self._draft.num_continued,
+            num_continued=num_continued,
         )
         return StepPlanner(self._make_policy(), limits, self.metrics, self.device)
 
