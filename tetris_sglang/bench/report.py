@@ -160,24 +160,29 @@ class Verdict(NamedTuple):
     """The cells where it fails, or how many it was checked on."""
 
 
-def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
-    """Check on medians what the method promises; what no cell can check is left out."""
+def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
+    """Check on medians what the method promises; what no cell can check is left out.
 
-    def family_of(cell: Cell) -> str:
-        return arms[cell.arm]["family"]
+    Args:
+        described: the JSON's arms, by name.
+    """
+    arms = {name: read_arm(arm) for name, arm in described.items()}
+
+    def of_family(family: str) -> list[Cell]:
+        return [c for c in cells if arms[c.arm].family == family]
 
     def place_of(cell: Cell) -> tuple:
-        arm = read_arm(arms[cell.arm])
+        arm = arms[cell.arm]
         return cell.temperature, cell.load, arm.draft, arm.topk
 
-    standalone = {(place_of(c), arms[c.arm]["k"]): c for c in cells if family_of(c) == "standalone"}
-    full = {(place_of(c), arms[c.arm]["k"]): c for c in cells if family_of(c) == "full"}
-    fixed = [c for c in cells if family_of(c) == "tetris"]
+    standalone = {(place_of(c), arms[c.arm].k): c for c in of_family("standalone")}
+    full = {(place_of(c), arms[c.arm].k): c for c in of_family("full")}
+    fixed = of_family("tetris")
     # Where every draft is wrong there is nothing to choose.
-    tetris = [c for c in fixed if arms[c.arm].get("draft") != "useless"]
+    tetris = [c for c in fixed if arms[c.arm].draft != "useless"]
     at_equal_k, of_equal_drafts = [], []
     for cell in tetris:
-        arm = read_arm(arms[cell.arm])
+        arm = arms[cell.arm]
         if other := standalone.get((place_of(cell), arm.k)):
             at_equal_k.append((cell, other))
         drafted = arm.num_steps if arm.capacity_tokens else arm.k + arm.extra
@@ -192,16 +197,16 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
         """Of each automatic cell, whether it reaches this share of the best of its rivals and no speculation."""
         compared = []
         for cell in of:
-            rivals = [c for c in cells if family_of(c) in families and place_of(c) == place_of(cell)]
+            rivals = [c for family in families for c in of_family(family) if place_of(c) == place_of(cell)]
             rival = max((c.throughput.median for c in rivals), default=1.0)
             reached = cell.throughput.median / max(rival, 1.0)
             compared.append(_Check(_name(cell), round(reached, 2) >= share, reached, f"{reached:.2f}"))
         return compared
 
-    auto = [c for c in cells if family_of(c) == "auto"]
+    every_auto = of_family("auto")
     # The default's chains go on from the text; where both were measured, those that do not are an ablation.
-    going_on = {place_of(c) for c in auto if read_arm(arms[c.arm]).continued}
-    auto = [c for c in auto if place_of(c) not in going_on or read_arm(arms[c.arm]).continued]
+    going_on = {place_of(c) for c in every_auto if arms[c.arm].continued}
+    auto = [c for c in every_auto if place_of(c) not in going_on or arms[c.arm].continued]
     verdicts = [
         _verdict("automatic capacity at least 0.98 of no speculation", compare_auto(0.98, (), auto)),
         _verdict(
@@ -216,8 +221,7 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
                 [
                     c
                     for c in auto
-                    if (c.load.concurrency or 0) >= 16
-                    and arms[c.arm].get("draft") not in ("perfect", "useless")
+                    if (c.load.concurrency or 0) >= 16 and arms[c.arm].draft not in ("perfect", "useless")
                 ],
             ),
         ),
@@ -256,7 +260,7 @@ def judge(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Verdict]:
                     c.identical[0] / c.identical[1],
                     f"{c.identical[0]} of {c.identical[1]}",
                 )
-                for c in fixed
+                for c in (*fixed, *every_auto)
                 if c.identical
             ],
         ),

@@ -45,12 +45,21 @@ class MissedTokens:
         self._narrows = torch.device(device).type == "cpu"
         self.num_tokens = 0
         """At most so many of a request have been missed since the last pass of the draft."""
-        self.most_tokens = 0
-        """The most that were ever missed: as many may be missing at the end of a cached prefix."""
+        self._most = 0
 
     def has_room(self, emitted: int) -> bool:
         """For a step that emits so many tokens per request at most."""
         return self.num_tokens + emitted <= self._capacity
+
+    def find_most(self) -> int:
+        """The most that a request has missed so far, at most: as many may be missing at the end of a cached prefix.
+
+        On the CPU no more than it was.
+        """
+        if self.num_tokens:
+            now = int(self._counts.max()) if self._narrows else self.num_tokens
+            self._most = max(self._most, now)
+        return self._most
 
     def forget_rows(self, rows: Tensor) -> None:
         """These slots [n] belong to requests just prefilled, by the draft, too."""
@@ -74,13 +83,13 @@ class MissedTokens:
             self._states[rows[:, None], columns] = left.hidden_states.to(self._states.dtype)
         self._counts[rows] = counts + (1 if left.counts is None else left.counts)
         self.num_tokens += width
-        self.most_tokens = max(self.most_tokens, self.num_tokens)
 
     def take(self, rows: Tensor) -> Window:
         """What the requests in these slots [batch] missed, aligned to the right; counts may be 0. Forgets everything.
 
         On the CPU no wider than it has to be.
         """
+        self.find_most()
         counts, width = self._counts[rows], self.num_tokens
         if self._narrows and width:
             width = int(counts.max())

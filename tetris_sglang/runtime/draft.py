@@ -409,7 +409,7 @@ class ModelDraft:
 
         A head would need the target's states there, which nobody keeps.
         """
-        most_missed = self._missed.most_tokens
+        most_missed = self._missed.find_most()
         if self.reads_hidden_states or not most_missed:
             return
         prefix_lens = batch.prefix_lens
