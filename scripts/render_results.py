@@ -318,11 +318,10 @@ def simulation() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "capacity": capacity("capacity_1_4.json", "capacity_16.json", "capacity_32.json"),
-    "capacity-ends": capacity("capacity_ends.json"),
-    "capacity-short": capacity("capacity_short.json"),
+    "capacity-drafts": capacity("capacity_drafts.json"),
+    "capacity-fixed": capacity("capacity_fixed.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),
-    "capacity-useless": capacity("capacity_useless.json"),
     "fixed": fixed,
     "drafts": drafts("drafts.json"),
     "heads": drafts("heads.json"),

@@ -470,9 +470,9 @@ def test_per_user_speed_is_the_median_requests_output_over_its_latency():
 def test_the_report_is_made_again_without_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
     out = tmp_path / "capacity.json"
-    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_useless.json").read_text())
+    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_32.json").read_text())
     done = CliRunner().invoke(app, ["bench", "--report-only", "--out", str(out)])
-    assert done.exit_code == 0 and "auto useless D=6" in done.output
+    assert done.exit_code == 0 and "auto D=6+6" in done.output
     # There is one k.
     assert "best of STANDALONE" not in done.output
     assert out.with_suffix(".md").exists() and out.with_suffix(".png").exists()
@@ -512,7 +512,7 @@ def test_options_reach_the_settings(tmp_path, monkeypatch):
 def test_without_a_plotting_library_there_are_no_pictures_and_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     out = tmp_path / "capacity.json"
-    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_short.json").read_text())
+    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_32.json").read_text())
     run = CliRunner().invoke
     done = run(app, ["bench", "--report-only", "--out", str(out)])
     assert done.exit_code == 0 and "no pictures" in done.output and "tetris-sglang[bench]" in done.output

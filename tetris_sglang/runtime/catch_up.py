@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
+from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.windows import Window, align_right
 
 MEMORY_BYTES = 64 << 20
@@ -17,7 +20,8 @@ _LEAST_STEPS = 4
 class MissedTokens:
     """Tokens that left a request's window before a pass of the draft saw them.
 
-    How many a step emits is known on the device; the host knows how many they are at most.
+    How many a step emits is known on the device. The host knows it some steps later, and until then how many they are at
+    most.
 
     Args:
         num_slots: rows of SGLang's request-to-token table. most_emitted: tokens per request and step.
@@ -42,29 +46,28 @@ class MissedTokens:
         self._states = (
             None if hidden_size is None else torch.zeros((*shape, hidden_size), dtype=dtype, device=device)
         )
-        self._narrows = torch.device(device).type == "cpu"
-        self.num_tokens = 0
-        """At most so many of a request have been missed since the last pass of the draft."""
-        self._most = 0
+        # The most of a running request after each step that the host has not read yet, and what the step can have added.
+        self._unread: deque[tuple[HostCopy, int]] = deque()
+        self._num_read = 0
+        self.most_tokens = 0
+        """The most that a request was known to miss: as many may be missing at the end of a cached prefix."""
+
+    @property
+    def num_tokens(self) -> int:
+        """No running request misses more. Exact on the CPU, where nothing has to come in."""
+        while self._unread and self._unread[0][0].is_ready:
+            reading, _ = self._unread.popleft()
+            self._num_read = int(reading.tensors[0])
+            self.most_tokens = max(self.most_tokens, self._num_read)
+        return self._num_read + sum(added for _, added in self._unread)
 
     def has_room(self, emitted: int) -> bool:
         """For a step that emits so many tokens per request at most."""
         return self.num_tokens + emitted <= self._capacity
 
-    def find_most(self) -> int:
-        """The most that a request has missed so far, at most: as many may be missing at the end of a cached prefix.
-
-        On the CPU no more than it was.
-        """
-        if self.num_tokens:
-            now = int(self._counts.max()) if self._narrows else self.num_tokens
-            self._most = max(self._most, now)
-        return self._most
-
     def forget_rows(self, rows: Tensor) -> None:
         """These slots [n] belong to requests just prefilled, by the draft, too."""
-        if self.num_tokens:
-            self._counts[rows] = 0
+        self._counts[rows] = 0
 
     def push(self, rows: Tensor, left: Window) -> None:
         """One step.
@@ -81,20 +84,17 @@ class MissedTokens:
         self._tokens[rows[:, None], columns] = left.tokens.to(torch.int32)
         if self._states is not None:
             self._states[rows[:, None], columns] = left.hidden_states.to(self._states.dtype)
-        self._counts[rows] = counts + (1 if left.counts is None else left.counts)
-        self.num_tokens += width
+        counts = counts + (1 if left.counts is None else left.counts)
+        self._counts[rows] = counts
+        self._unread.append((HostCopy(counts.max()), width))
 
     def take(self, rows: Tensor) -> Window:
-        """What the requests in these slots [batch] missed, aligned to the right; counts may be 0. Forgets everything.
-
-        On the CPU no wider than it has to be.
-        """
-        self.find_most()
+        """What the requests in these slots [batch] missed, aligned to the right; counts may be 0. Forgets everything."""
         counts, width = self._counts[rows], self.num_tokens
-        if self._narrows and width:
-            width = int(counts.max())
+        self.most_tokens = max(self.most_tokens, width)
         states = None if self._states is None else align_right(self._states[rows, :width], counts)
         missed = Window(align_right(self._tokens[rows, :width], counts).to(torch.int64), counts, states)
         self._counts.zero_()
-        self.num_tokens = 0
+        self._unread.clear()
+        self._num_read = 0
         return missed

@@ -398,8 +398,6 @@ class ModelDraft:
     def _catch_up(self, batch) -> None:
         """Write the draft's KV of the tokens before the window that steps without the draft emitted."""
         missed = self._missed.take(batch.req_pool_indices)
-        if not missed.tokens.shape[1]:
-            return
         change = 1 - self.shift - self.window_width
         ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + change
         self._write(batch, missed, batch.seq_lens + change, ends_cpu)
@@ -409,7 +407,7 @@ class ModelDraft:
 
         A head would need the target's states there, which nobody keeps.
         """
-        most_missed = self._missed.find_most()
+        most_missed = self._missed.most_tokens
         if self.reads_hidden_states or not most_missed:
             return
         prefix_lens = batch.prefix_lens

@@ -17,6 +17,7 @@ from tetris_sglang.capacity import (
     measure_curves,
 )
 from tetris_sglang.drafting import Proposal, is_precedents
+from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.step_clock import StepClock
 from tetris_sglang.selection import survival_from_probs
@@ -29,9 +30,7 @@ _MOST_STEPS_IN_FLIGHT = 8
 class _DraftedStep:
     """A speculative step whose curves or whose result the host does not have yet."""
 
-    curves: Tensor
-    """On the host, once the event has passed."""
-    event: torch.cuda.Event | None
+    curves: HostCopy
     batch_size: int
     capacity_tokens: int
     expected: float | None = None
@@ -62,8 +61,7 @@ class StepPlanner:
         self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str
     ) -> None:
         self.policy, self._limits, self._metrics = policy, limits, metrics
-        self._on_cuda = device == "cuda"
-        self._clock = StepClock(self._on_cuda)
+        self._clock = StepClock(on_cuda=device == "cuda")
         self._auto = policy if isinstance(policy, AutoCapacity) else None
         if self._auto is not None:
             self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)
@@ -110,12 +108,8 @@ class StepPlanner:
                 depths = least_depths(proposal.evidence, num_continued)
         else:
             depths = proposal.shape.depths[:, 1:]
-        curves, event = measure_curves(survival, depths, depth, self._shares), None
-        if self._on_cuda:
-            curves = curves.to("cpu", non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        step = _DraftedStep(curves, event, len(survival), capacity_tokens)
+        curves = HostCopy(measure_curves(survival, depths, depth, self._shares))
+        step = _DraftedStep(curves, len(survival), capacity_tokens)
         self._unread.append(step)
         self._unconfirmed.append(step)
 
@@ -144,11 +138,7 @@ class StepPlanner:
         }
 
     def _read_curves(self) -> None:
-        while self._unread:
-            step = self._unread[0]
-            if step.event is not None and not step.event.query():
-                return
-            self._unread.popleft()
-            step.expected = self._auto.curves.observe(
-                step.curves.numpy(), step.batch_size, step.capacity_tokens
-            )
+        while self._unread and self._unread[0].curves.is_ready:
+            step = self._unread.popleft()
+            (curves,) = step.curves.tensors
+            step.expected = self._auto.curves.observe(curves.numpy(), step.batch_size, step.capacity_tokens)

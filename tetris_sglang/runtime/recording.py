@@ -17,6 +17,7 @@ from tetris_sglang import __version__
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.drafting import Grid, Proposal, tree_survival
 from tetris_sglang.kernels.reference import AcceptedTokens
+from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.learning import judge_nodes
 from tetris_sglang.selection import survival_from_probs
 from tetris_sglang.trace import open_for_writing, row_type
@@ -71,7 +72,7 @@ class StepRecorder:
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._num_requests = 0
         self._slot_numbers = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._pending: deque[tuple[int, int, _Rows, torch.cuda.Event | None]] = deque()
+        self._pending: deque[tuple[int, int, HostCopy]] = deque()
 
     def add_prefilled(self, reqs: Sequence, slots: Tensor) -> None:
         """Number SGLang's `Req`s; the same one may come again.
@@ -119,17 +120,13 @@ class StepRecorder:
             judged.depths.to(torch.uint8),
             judged.accepted,
         )
-        event = None
-        if self._on_cuda:
-            rows = _Rows(*(part.to("cpu", non_blocking=True) for part in rows))
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((step, grid.max_depth, rows, event))
+        self._pending.append((step, grid.max_depth, HostCopy(*rows)))
 
     def write(self) -> None:
         """Write the steps that have come in, all the way to the file: whoever kills the server loses none of them."""
-        while self._pending and (self._pending[0][3] is None or self._pending[0][3].query()):
-            step, depth, parts, _ = self._pending.popleft()
+        while self._pending and self._pending[0][2].is_ready:
+            step, depth, copied = self._pending.popleft()
+            parts = _Rows(*copied.tensors)
             rows = np.zeros(len(parts.request), self._row_type)
             rows["step"], rows["depth"] = step, depth
             for name, part in zip(_Rows._fields, parts, strict=True):
