@@ -47,8 +47,8 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
 class AcceptCurves:
     """Moving averages of `measure_curves` on the host.
 
-    What the requests' own texts hold (depth 0) comes and goes with the requests. So it is remembered for less time, and
-    steps without the draft change nothing that is known of the draft.
+    What the requests' own texts hold (depth 0) comes and goes; steps without the draft change nothing that is known of the
+    draft.
 
     Until something was measured, every draft token is taken to be accepted with probability 0.6.
 
@@ -57,10 +57,9 @@ class AcceptCurves:
     """
 
     _FIRST_GUESS = 0.6
-    _MEMORY_REQUESTS = 64.0
-    """Requests' steps after which a measurement has lost most of its weight."""
-    _MEMORY_OF_TEXTS = 16.0
-    """The same at depth 0."""
+    _MEMORY_REQUESTS, _MEMORY_STEPS = 16.0, 3.0
+    """Requests' steps, and steps besides, after which a measurement has lost most of its weight. Few: requests differ, and so
+    do the stretches of one."""
     _MEMORY_TOKENS = 256.0
     """Expected tokens after which what was accepted has lost half of its weight."""
     _TRUST_TOKENS = 4.0
@@ -68,8 +67,7 @@ class AcceptCurves:
 
     def __init__(self, max_depth: int, shares: list[float]) -> None:
         self.shares = np.array(shares)
-        self._num_seen = np.zeros(max_depth + 1)
-        self._memory = np.where(np.arange(max_depth + 1) > 0, self._MEMORY_REQUESTS, self._MEMORY_OF_TEXTS)
+        self._num_seen = 0.0
         self._expected = self._confirmed = 0.0
         guesses = np.concatenate(([0.0], np.cumsum(self._FIRST_GUESS ** np.arange(1, max_depth + 1))))
         self._curves = np.array(
@@ -90,11 +88,11 @@ class AcceptCurves:
         """
         depth = len(curves) - 1
         # A plain average at first.
-        levels = slice(None if depth else 1)
-        self._num_seen[levels] = np.minimum(self._num_seen[levels], self._memory[levels]) + batch_size
-        weights = batch_size / self._num_seen[: depth + 1]
+        memory = self._MEMORY_REQUESTS + self._MEMORY_STEPS * batch_size
+        self._num_seen = min(self._num_seen, memory) + batch_size
+        weight = batch_size / self._num_seen
         old = self._curves[depth].copy()
-        self._curves[: depth + 1] += weights[:, None] * (curves - self._curves[: depth + 1])
+        self._curves[: depth + 1] += weight * (curves - self._curves[: depth + 1])
         if depth:
             # What deeper drafts would add was not seen; what they rest on was.
             self._curves[depth + 1 :] += self._curves[depth] - old
