@@ -345,6 +345,9 @@ def test_goals_of_the_automatic_capacity():
     assert (fixed.holds, fixed.detail) == (False, "auto useless D=6 at concurrency 1: 0.97")
     others = verdicts["automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on"]
     assert others.holds and others.detail == "in all 1 cells"
+    # Without any other arm there is nothing to say.
+    alone = [sample for sample in samples if not sample["arm"].startswith("standalone")]
+    assert others.expectation not in {v.expectation for v in report.judge(report.build_cells(alone), arms)}
 
 
 def judge_throughput(ratios: dict[str, float], arms: dict[str, dict]) -> dict[str, report.Verdict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,13 +94,13 @@ def test_full_windows_lose_one_token_each_step():
 def test_what_has_not_come_in_yet_counts_as_the_most_it_can_be(monkeypatch):
     """On CUDA the host learns some steps later how much was emitted."""
 
-    class Late:
-        def __init__(self, *tensors: torch.Tensor) -> None:
-            self.tensors, self.is_ready = tensors, False
-            readings.append(self)
+    readings = []
 
-    readings: list[Late] = []
-    monkeypatch.setattr(catch_up, "HostCopy", Late)
+    def copy_late(*tensors):
+        readings.append(SimpleNamespace(tensors=tensors, is_ready=False))
+        return readings[-1]
+
+    monkeypatch.setattr(catch_up, "HostCopy", copy_late)
     missed, rows = make_missed(most_emitted=4), torch.tensor([3, 1])
     window = Window(torch.tensor([[7, 8], [70, 80]]))
     bounds = []

@@ -9,6 +9,7 @@ import torch
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.drafting import Proposal, TreeShape, make_grid, tree_survival
 from tetris_sglang.kernels.reference import AcceptedTokens
+from tetris_sglang.runtime import recording
 from tetris_sglang.runtime.recording import StepRecorder
 from tetris_sglang.trace import read_trace
 
@@ -149,21 +150,19 @@ def test_steps_are_written_in_order_once_they_have_come_in(make_recorder, read, 
     """On CUDA nothing waits for the device."""
     recorder = make_recorder()
     recorder.add_prefilled([Request()], torch.tensor([0]))
-    events = []
+    copies = []
 
-    def make_event():
-        events.append(SimpleNamespace(passed=False, record=lambda: None))
-        events[-1].query = lambda event=events[-1]: event.passed
-        return events[-1]
+    def copy_late(*tensors):
+        copies.append(SimpleNamespace(tensors=tensors, is_ready=False))
+        return copies[-1]
 
-    monkeypatch.setattr(torch.cuda, "Event", make_event)
-    recorder._on_cuda = True
+    monkeypatch.setattr(recording, "HostCopy", copy_late)
     for _ in range(3):
         add_chains(recorder, [[0.5]], [[0.5]], [1], [1], [0])
     written = []
-    for passed in (None, 1, 0, 2):
-        if passed is not None:
-            events[passed].passed = True
+    for come_in in (None, 1, 0, 2):
+        if come_in is not None:
+            copies[come_in].is_ready = True
         recorder.write()
         written.append(read().steps.tolist())
     assert written == [[], [], [0, 1], [0, 1, 2]]

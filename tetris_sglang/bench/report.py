@@ -203,6 +203,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
             compared.append(_Check(_name(cell), round(reached, 2) >= share, reached, f"{reached:.2f}"))
         return compared
 
+    others = [family for family in ("standalone", "adaptive") if of_family(family)]
     every_auto = of_family("auto")
     # The default's chains go on from the text; where both were measured, those that do not are an ablation.
     going_on = {place_of(c) for c in every_auto if arms[c.arm].continued}
@@ -217,13 +218,15 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
             "automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on",
             compare_auto(
                 1.15,
-                ("standalone", "adaptive"),
+                others,
                 [
                     c
                     for c in auto
                     if (c.load.concurrency or 0) >= 16 and arms[c.arm].draft not in ("perfect", "useless")
                 ],
-            ),
+            )
+            if others
+            else [],
         ),
         _verdict(
             "verification success rate above STANDALONE's at equal k, where requests share a capacity",
