@@ -116,11 +116,10 @@ def slide_window(window: Window, emitted: Window) -> tuple[Window, Window]:
         left_counts = None if window.counts is None else window.counts == width
         counts = None if window.counts is None else (window.counts + 1).clamp(max=width)
         return _take_columns(both, slice(0, 1), left_counts), _take_columns(both, slice(1, None), counts)
-    is_counted = window.counts is not None
-    total = emitted.counts + (window.counts if is_counted else width)
+    total = emitted.counts + (width if window.counts is None else window.counts)
     columns = torch.arange(both.tokens.shape[1], device=total.device)
-    begin = (width - window.counts if is_counted else torch.zeros_like(total))[:, None]
-    left = _take_columns(both, begin + columns[: emitted.tokens.shape[1]], (total - width).clamp(min=0))
+    first_real = (width + emitted.counts - total)[:, None]
+    left = _take_columns(both, first_real + columns[: emitted.tokens.shape[1]], (total - width).clamp(min=0))
     kept = _take_columns(both, emitted.counts[:, None] + columns[:width], total.clamp(max=width))
     return left, kept
 
