@@ -4,13 +4,14 @@
     python benchmarks/bench_cpu_attention.py --dtype bfloat16 --variants
 
 Timed is one layer's attention over a planned pass (gather keys and values, attend, give back packed rows) and,
-apart, the plan, which all layers of a pass share. The reference takes one request after the other, as
-SGLang's `torch_native` does. `--variants` also times ways to compute the same that were tried and not chosen.
+apart, the plan, which all layers of a pass share. The references: one request after the other, as
+SGLang's `torch_native` does, and all requests padded to the longest. `--variants` also times ways to compute the same that were tried and not chosen.
 Outputs are compared first. Method as in bench_selection.py: CPU time of one thread, candidates in turn within a
 round, ratios within a round, median and half the spread between quartiles.
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,7 +32,15 @@ RESULT = ROOT / "benchmarks/results/cpu_attention.json"
 HEAD_DIM = 64
 CACHE_SLOTS = 32768
 # Queries of each request in turn: a decode step, verification of chains of 3 and 6, and of ragged chains.
-PASSES = {"decode": [1], "verify 4": [4], "verify 7": [7], "ragged 1-7": [1, 7, 2, 4]}
+PASSES = {
+    "decode": [1],
+    "verify 4": [4],
+    "verify 7": [7],
+    "ragged 1-7": [1, 7, 2, 4],
+    "ragged 1-13": [1, 13, 3, 8, 2, 5, 1, 11],
+}
+NUM_LAYERS = 8
+"""Which share a pass's plan."""
 
 
 class Pass:
@@ -47,6 +56,8 @@ class Pass:
         dtype: torch.dtype,
         seed: int,
     ):
+        from sglang.srt.layers.radix_attention import RadixAttention
+
         from tetris_sglang.runtime.cpu.attention import TorchRaggedBackend
 
         generator = torch.Generator().manual_seed(seed)
@@ -74,13 +85,19 @@ class Pass:
                 device="cpu",
                 dtype=dtype,
                 use_mla_backend=False,
-                model=torch.nn.Module(),
+                model=torch.nn.ModuleList(
+                    RadixAttention(heads, HEAD_DIM, HEAD_DIM**-0.5, kv_heads, i) for i in range(NUM_LAYERS)
+                ),
                 model_config=SimpleNamespace(context_len=self.max_kv),
                 req_to_token_pool=SimpleNamespace(req_to_token=self.table),
                 token_to_kv_pool=pool,
             )
         )
         self.planned = self.plan()
+        group_cost, self.backend.group_cost = self.backend.group_cost, math.inf
+        self.padded_alike = self.plan()
+        self.backend.group_cost = group_cost
+        self.group_all = self.padded_alike.groups[0]
 
     def plan(self):
         return self.backend.plan(
@@ -89,6 +106,9 @@ class Pass:
 
     def backend_layer(self):
         return self.backend.attend(self.q, self.layer, self.planned)
+
+    def one_group(self):
+        return self.backend.attend(self.q, self.layer, self.padded_alike)
 
     def loop_over_requests(self):
         outs, start = [], 0
@@ -105,32 +125,32 @@ class Pass:
     # ---- the backend's computation with one decision taken otherwise
 
     def _gathered(self):
-        shape = self.planned.bs, self.planned.kv, self.kv_heads, HEAD_DIM
+        shape = self.group_all.bs, self.group_all.kv, self.kv_heads, HEAD_DIM
         return (
-            c.index_select(0, self.planned.slots).view(shape).transpose(1, 2)
+            c.index_select(0, self.group_all.slots).view(shape).transpose(1, 2)
             for c in (self.keys, self.values)
         )
 
     def _padded(self):
-        plan = self.planned
+        plan = self.padded_alike
         return self.q if plan.pad is None else self.q.index_select(0, plan.pad)
 
     def _packed(self, out):  # [bs, heads, q, head_dim]
-        out = out.transpose(1, 2).reshape(self.planned.bs * self.planned.q, -1)
-        return out if self.planned.unpad is None else out.index_select(0, self.planned.unpad)
+        out = out.transpose(1, 2).reshape(self.group_all.bs * self.group_all.q, -1)
+        return out if self.padded_alike.unpad is None else out.index_select(0, self.padded_alike.unpad)
 
     def _folded(self, q):
-        plan = self.planned
+        plan = self.group_all
         q = q.view(plan.bs, plan.q, self.kv_heads, self.group, HEAD_DIM).transpose(1, 2)
         return q.reshape(plan.bs, self.kv_heads, plan.q * self.group, HEAD_DIM)
 
     def _unfolded(self, out):
-        plan = self.planned
+        plan = self.group_all
         out = out.view(plan.bs, self.kv_heads, plan.q, self.group, HEAD_DIM).transpose(2, 3)
         return self._packed(out.reshape(plan.bs, self.heads, plan.q, HEAD_DIM))
 
     def advanced_indexing(self):
-        plan = self.planned
+        plan = self.group_all
         slots = plan.slots.view(plan.bs, plan.kv)
         keys, values = (cache[slots].transpose(1, 2) for cache in (self.keys, self.values))
         q = self._folded(self._padded())
@@ -140,12 +160,12 @@ class Pass:
 
     def boolean_mask(self):
         keys, values = self._gathered()
-        mask = self.planned.folded_bias(self.group) == 0
+        mask = self.group_all.folded_bias(self.group) == 0
         q = self._folded(self._padded())
         return self._unfolded(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
 
     def grouped_query_kernel(self):
-        plan = self.planned
+        plan = self.group_all
         keys, values = self._gathered()
         q = self._padded().view(plan.bs, plan.q, self.heads, HEAD_DIM).transpose(1, 2)
         return self._packed(
@@ -153,7 +173,7 @@ class Pass:
         )
 
     def repeated_heads(self):
-        plan = self.planned
+        plan = self.group_all
         keys, values = (c.repeat_interleave(self.group, 1) for c in self._gathered())
         q = self._padded().view(plan.bs, plan.q, self.heads, HEAD_DIM).transpose(1, 2)
         return self._packed(F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.bias))
@@ -161,7 +181,7 @@ class Pass:
     def two_matmuls(self):
         keys, values = self._gathered()
         q = self._folded(self._padded()) * HEAD_DIM**-0.5
-        scores = torch.matmul(q, keys.transpose(2, 3)) + self.planned.folded_bias(self.group)
+        scores = torch.matmul(q, keys.transpose(2, 3)) + self.group_all.folded_bias(self.group)
         return self._unfolded(torch.matmul(scores.softmax(-1), values))
 
 
@@ -184,7 +204,7 @@ def main(
     """Time one layer's attention per kind of pass, batch, cache length and heads."""
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 110)
-    candidates = ("loop_over_requests", *(VARIANTS if variants else ()))
+    candidates = ("loop_over_requests", "one_group", *(VARIANTS if variants else ()))
     cells = [
         (kind, pair, int(batch), int(kv))
         for pair in heads.split(",")
@@ -238,6 +258,7 @@ def draw(results: list[dict], name: str) -> Table:
     titles = {
         "plan": "the plan, made once per pass, in layers",
         "loop_over_requests": "a layer, over a loop over requests",
+        "one_group": "a layer, over one with all requests padded alike",
     }
     columns = list(dict.fromkeys((cell["batch"], cell["kv"]) for cell in results))
     title = titles.get(name, f"a layer, over {name.replace('_', ' ')}")

@@ -1,7 +1,10 @@
 """The ragged attention backend against a float64 reference computed one query at a time."""
 
+import itertools
+import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from tetris_sglang.runtime.cpu import attention
 from tetris_sglang.runtime.cpu.attention import TorchRaggedBackend, TorchRaggedMultiStepDraftBackend
+from tetris_sglang.runtime.cpu.grouping import group_requests
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +28,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module", params=[0.0, math.inf], ids=["groups", "one_group"])
+def group_cost(request):
+    """Requests of unlike lengths are padded apart, or all alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_group_cost", lambda model_runner: request.param)
+        yield request.param
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -239,8 +251,7 @@ def test_uneven_prefill_is_not_padded_to_the_longest():
         extend_prefix_lens_cpu=[0] * 16,
     )
     f.backend.init_forward_metadata(batch)
-    plan = f.backend.forward_metadata
-    assert plan.bs * plan.q < 2 * sum(q_lens)
+    assert sum(group.bs * group.q for group in f.backend.forward_metadata.groups) < 2 * sum(q_lens)
 
 
 def test_decode_and_verify_batches_match_reference():
@@ -326,8 +337,9 @@ def test_pass_writes_its_tokens_before_reading():
 
 
 def test_plan_reads_nothing_back_to_the_host(monkeypatch):
-    """Everything the plan needs from the host comes as an argument."""
+    """Everything the plan needs from the host comes as an argument, where reading would be a wait."""
     f = Fixture([40, 17, 30])
+    f.backend.device = "not the host"
 
     def forbid(*args, **kwargs):
         raise AssertionError("host synchronisation")
@@ -340,6 +352,35 @@ def test_plan_reads_nothing_back_to_the_host(monkeypatch):
     f.backend.plan(f.indices, kv_lens, q_lens, 40, 4, 7, mask)
     f.backend.plan(f.indices, kv_lens, q_lens, 40, 1, 3)
     f.backend.plan_tiles(f.indices, kv_lens, q_lens, 40, 3, 7)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 13)), min_size=1, max_size=6),
+    st.sampled_from([0.0, 0.07, 1.0]),
+    st.sampled_from([0.0, 20.0, 300.0]),
+)
+def test_requests_are_grouped_at_the_least_cost(lens, query_cost, group_cost):
+    """Against every way to cut the sorted requests."""
+    kv_lens, q_lens = np.array(lens).T
+
+    def cost(parts):
+        return sum(
+            group_cost + len(part) * kv_lens[part].max() * (1 + q_lens[part].max() * query_cost)
+            for part in parts
+        )
+
+    order, sizes = group_requests(kv_lens, q_lens, query_cost=query_cost, group_cost=group_cost)
+    assert sorted(order.tolist()) == list(range(len(lens)))
+    chosen = cost(np.split(order, np.cumsum(sizes)[:-1]))
+    by_length = np.lexsort((q_lens, kv_lens))
+    places = range(1, len(lens))
+    cuts = itertools.chain.from_iterable(itertools.combinations(places, n) for n in range(len(lens)))
+    assert chosen <= min(cost(np.split(by_length, list(cut))) for cut in cuts) + 1e-6
+
+
+def test_groups_follow_lengths():
+    order, sizes = group_requests(np.array([9, 500, 8]), np.array([1, 1, 1]), query_cost=0.0, group_cost=50.0)
+    assert order.tolist() == [2, 0, 1] and sizes == [2, 1]
 
 
 @pytest.mark.parametrize(

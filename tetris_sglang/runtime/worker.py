@@ -222,9 +222,7 @@ class TetrisWorker(BaseSpecWorker):
                 packed,
                 grid,
                 self._draft.target_hidden_mode,
-                most_drafts=self._count_most_drafts(draft_lens, max_depth, capacity_tokens)
-                if tier is None
-                else None,
+                most_drafts=min(max_depth, capacity_tokens) if tier is None else None,
             )
             logits_output = target_result.logits_output
 
@@ -293,14 +291,6 @@ class TetrisWorker(BaseSpecWorker):
             indexer_topk_output=target_result.indexer_topk_output,
             extra_keep_alive_refs=[forward_batch],
         )
-
-    def _count_most_drafts(
-        self, draft_lens: torch.Tensor | None, max_depth: int, capacity_tokens: int
-    ) -> int:
-        """That any request verifies, as far as is known without waiting for the device."""
-        if draft_lens is not None and self.device == "cpu":
-            return int(draft_lens.max())
-        return min(max_depth, capacity_tokens)
 
     def _draft_context(self):
         if self._draft_worker is None:

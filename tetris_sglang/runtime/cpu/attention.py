@@ -1,12 +1,14 @@
 """The `torch_ragged` attention backend: paged attention in plain torch, any number of queries per request.
 
 One `Plan` is built per forward pass and read by every layer. A layer then costs two row gathers from the
-KV cache and one `scaled_dot_product_attention`; nothing loops over requests or tokens.
+KV cache and a `scaled_dot_product_attention` for each group of requests of like lengths; nothing loops over requests or
+tokens.
 
 Grouped-query attention folds the query heads of a key-value head into the query axis: a request with `q`
 queries and `g` query heads per key-value head becomes `q * g` rows, and keys and values are never repeated.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,17 +19,24 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
+from tetris_sglang.runtime.cpu.grouping import group_requests
 
 # Up to so many queries per request, query heads are folded. Beyond, the kernel is as fast without, and the
 # bias stays `g` times smaller.
 FOLDED_QUERIES = 64
 # A prefill batch of uneven lengths is cut into tiles of so many queries where padding would double its rows.
 TILE_QUERIES = 64
+# On the machine of docs/experiments.md; they decide what is computed together, and nothing else.
+_GATHERED_BYTES_PER_US = 3500.0
+_QUERY_COST = 0.07
+"""Of one query on one cached row, in rows gathered."""
+_GROUP_LAYER_US, _GROUP_PLAN_US = 60.0, 200.0
+"""Of another group, in every layer and once a pass."""
 
 
 @dataclass(slots=True)
-class Plan:
-    """Where one pass reads its keys and values, and who may see what.
+class Group:
+    """Requests of a pass that are padded alike.
 
     Attributes:
         bs, q, kv: requests, and queries and cached tokens of each after padding.
@@ -35,8 +44,6 @@ class Plan:
         bias: [bs, 1, q or 1, kv] added to the scores: 0 where visible, elsewhere the dtype's least number, not
             infinity, so that a row that sees nothing stays finite. None: every query sees itself and the
             queries before it, and there is nothing else in the cache.
-        pad: [bs * q] packed query of each padded row; None if every request has exactly `q` queries.
-        unpad: [tokens] padded row of each packed query; None likewise.
         gathered: keys and values by layer, each [bs * kv, kv_heads, head_dim], that the passes of a drafted chain share: a
             pass adds what it wrote itself. None: every pass gathers.
         newest: [bs] row of `slots` that this pass writes; only read with `gathered`.
@@ -47,21 +54,34 @@ class Plan:
     kv: int
     slots: Tensor
     bias: Tensor | None
-    pad: Tensor | None = None
-    unpad: Tensor | None = None
     gathered: dict[int, tuple[Tensor, Tensor]] | None = None
     newest: Tensor | None = None
     _folded: Tensor | None = None
 
-    def folded_bias(self, group: int) -> Tensor:
-        """[bs, 1, q * group or 1, kv] bias for rows ordered by query, then head; kept for the next layer."""
-        if self.q == 1 or group == 1:
+    def folded_bias(self, heads: int) -> Tensor:
+        """[bs, 1, q * heads or 1, kv] bias for rows ordered by query, then head; kept for the next layer."""
+        if self.q == 1 or heads == 1:
             return self.bias
-        rows = self.q * group
+        rows = self.q * heads
         if self._folded is None or self._folded.shape[2] != rows:
-            folded = self.bias[:, :, :, None].expand(-1, -1, -1, group, -1)
+            folded = self.bias[:, :, :, None].expand(-1, -1, -1, heads, -1)
             self._folded = folded.reshape(self.bs, 1, rows, self.kv)
         return self._folded
+
+
+@dataclass(slots=True)
+class Plan:
+    """Where one pass reads its keys and values, and who may see what.
+
+    Attributes:
+        groups: of all requests; padded rows stand group after group.
+        pad: [sum of bs * q] packed query of each padded row; None if every request has exactly `q` queries.
+        unpad: [tokens] padded row of each packed query; None likewise.
+    """
+
+    groups: list[Group]
+    pad: Tensor | None = None
+    unpad: Tensor | None = None
 
 
 class TorchRaggedBackend(AttentionBackend):
@@ -81,6 +101,7 @@ class TorchRaggedBackend(AttentionBackend):
         self.visible_bias = torch.zeros((), dtype=self.dtype, device=self.device)
         self.hidden_bias = torch.full_like(self.visible_bias, torch.finfo(self.dtype).min)
         self.columns = torch.arange(self.req_to_token_pool.req_to_token.shape[1], device=self.device)
+        self.group_cost = _group_cost(model_runner)
         self.max_context_len = model_runner.model_config.context_len
         self.forward_metadata: Plan | None = None
 
@@ -93,7 +114,7 @@ class TorchRaggedBackend(AttentionBackend):
         self,
         req_pool_indices: Tensor,
         kv_lens: Tensor,
-        q_lens: Tensor,
+        q_lens: Tensor | None,
         max_kv_len: int,
         max_q_len: int,
         total_q_tokens: int,
@@ -104,34 +125,43 @@ class TorchRaggedBackend(AttentionBackend):
         Args:
             req_pool_indices: [bs] rows of the request-to-token table.
             kv_lens: [bs] tokens in each request's cache, the pass's own included; at least `q_lens`.
-            q_lens: [bs] queries of each request, packed request after request in the pass's input.
+            q_lens: [bs] queries of each request, packed request after request in the pass's input; None: one each.
             max_kv_len, max_q_len: upper bounds known on the host.
             total_q_tokens: rows of the pass's input. `bs * max_q_len` means that all lengths are equal;
                 more than the sum of `q_lens` means that the input is padded at its end.
             tree_mask: [bs, m, m] bool, m >= max_q_len: whether query i sees query j of its request.
                 None: a chain, each query sees those before it and itself.
-        Sync: none.
+        Sync: none; on a CPU, where reading lengths is no wait, requests are put into groups, and bounds are made tight.
         Example: kv_lens [5, 9], q_lens [2, 3], max_kv_len 9, max_q_len 3, total_q_tokens 5: the queries at
             positions 3, 4 of the first request and 6, 7, 8 of the second.
         """
         bs = req_pool_indices.shape[0]
-        column = self.columns[:max_kv_len]  # the bound may lie beyond the table
-        within = column < kv_lens[:, None]  # [bs, kv]
-        if max_q_len == 1:
-            visible = within[:, None]
-        else:
-            query = self.columns[:max_q_len]
-            first = (kv_lens - q_lens)[:, None]  # position of a request's first query
-            if tree_mask is None:
-                visible = column <= (first + query)[:, :, None]
-            else:
-                node = (column - first).clamp_(0, tree_mask.shape[-1] - 1)
-                visible = tree_mask[:, :max_q_len].gather(2, node[:, None].expand(-1, max_q_len, -1))
-                visible = visible | (column < first)[:, None]
-            visible = visible & within[:, None]
-        slots = self._slots(req_pool_indices, within)
-        plan = Plan(bs, max_q_len, column.shape[0], slots, self._bias(visible)[:, None])
-        self._pad(plan, q_lens, total_q_tokens)
+        if q_lens is None:
+            q_lens = torch.ones_like(kv_lens)
+        order, parts = torch.arange(bs, device=kv_lens.device), [(slice(None), max_kv_len, max_q_len)]
+        if self.device == "cpu":
+            by_length, sizes = group_requests(
+                kv_lens.numpy(), q_lens.numpy(), query_cost=_QUERY_COST, group_cost=self.group_cost
+            )
+            order = torch.from_numpy(by_length)
+            parts = [
+                (part, max(1, int(kv_lens[part].max())), int(q_lens[part].max()))
+                for part in (order.split(sizes) if len(sizes) > 1 else [slice(None)])
+            ]
+        groups = [
+            self._plan_group(
+                req_pool_indices[part],
+                kv_lens[part],
+                q_lens[part],
+                max_kv,
+                max_q,
+                None if tree_mask is None else tree_mask[part],
+            )
+            for part, max_kv, max_q in parts
+        ]
+        plan = Plan(groups)
+        if len(groups) > 1 or total_q_tokens != bs * groups[0].q:
+            self._pad(plan, order, q_lens, total_q_tokens)
         self.forward_metadata = plan
         return plan
 
@@ -141,8 +171,10 @@ class TorchRaggedBackend(AttentionBackend):
         """`plan` for requests with nothing in the cache but the pass's own tokens, which needs no bias."""
         column = self.columns[:max_q_len]
         slots = self._slots(req_pool_indices, column < q_lens[:, None])
-        plan = Plan(req_pool_indices.shape[0], max_q_len, max_q_len, slots, None)
-        self._pad(plan, q_lens, total_q_tokens)
+        bs = req_pool_indices.shape[0]
+        plan = Plan([Group(bs, max_q_len, max_q_len, slots, None)])
+        if total_q_tokens != bs * max_q_len:
+            self._pad(plan, torch.arange(bs, device=q_lens.device), q_lens, total_q_tokens)
         self.forward_metadata = plan
         return plan
 
@@ -169,6 +201,33 @@ class TorchRaggedBackend(AttentionBackend):
             req_pool_indices[owner], kv_lens, seen - tile * TILE_QUERIES, max_kv_len, TILE_QUERIES, total
         )
 
+    def _plan_group(
+        self,
+        req_pool_indices: Tensor,
+        kv_lens: Tensor,
+        q_lens: Tensor,
+        max_kv_len: int,
+        max_q_len: int,
+        tree_mask: Tensor | None,
+    ) -> Group:
+        """Arguments as of `plan`, for the group's requests."""
+        column = self.columns[:max_kv_len]  # the bound may lie beyond the table
+        within = column < kv_lens[:, None]  # [bs, kv]
+        if max_q_len == 1:
+            visible = within[:, None]
+        else:
+            query = self.columns[:max_q_len]
+            first = (kv_lens - q_lens)[:, None]  # position of a request's first query
+            if tree_mask is None:
+                visible = column <= (first + query)[:, :, None]
+            else:
+                node = (column - first).clamp_(0, tree_mask.shape[-1] - 1)
+                visible = tree_mask[:, :max_q_len].gather(2, node[:, None].expand(-1, max_q_len, -1))
+                visible = visible | (column < first)[:, None]
+            visible = visible & within[:, None]
+        slots = self._slots(req_pool_indices, within)
+        return Group(kv_lens.shape[0], max_q_len, column.shape[0], slots, self._bias(visible)[:, None])
+
     def _slots(self, req_pool_indices: Tensor, within: Tensor) -> Tensor:
         table = self.req_to_token_pool.req_to_token[:, : within.shape[1]]
         return torch.where(within, table.index_select(0, req_pool_indices), 0).view(-1)
@@ -176,16 +235,28 @@ class TorchRaggedBackend(AttentionBackend):
     def _bias(self, visible: Tensor) -> Tensor:
         return torch.where(visible, self.visible_bias, self.hidden_bias)
 
-    def _pad(self, plan: Plan, q_lens: Tensor, total_q_tokens: int) -> None:
-        if total_q_tokens == plan.bs * plan.q:
-            return
+    def _pad(self, plan: Plan, order: Tensor, q_lens: Tensor, total_q_tokens: int) -> None:
+        """Say where packed queries stand among padded rows.
+
+        Args:
+            order: [bs] the requests, group after group.
+        """
         end = q_lens.cumsum(0)
         start = end - q_lens
         token = torch.arange(total_q_tokens, device=q_lens.device)
-        owner = torch.searchsorted(end, token, right=True).clamp_(max=plan.bs - 1)
+        owner = torch.searchsorted(end, token, right=True).clamp_(max=len(end) - 1)
+        # Each request's first padded row, and how many it has.
+        widths = [group.q for group in plan.groups for _ in range(group.bs)]
+        width = torch.tensor(widths, device=q_lens.device)
+        first, num_rows = torch.empty_like(width), torch.empty_like(width)
+        first[order], num_rows[order] = width.cumsum(0) - width, width
         # Padding tokens repeat a row of the last request; nobody reads them.
-        plan.unpad = owner * plan.q + (token - start[owner]).clamp_(max=plan.q - 1)
-        plan.pad = (start[:, None] + self.columns[: plan.q]).clamp_(max=total_q_tokens - 1).view(-1)
+        plan.unpad = first[owner] + (token - start[owner]).minimum(num_rows[owner] - 1)
+        pads = [
+            start[part][:, None] + self.columns[: group.q]
+            for part, group in zip(order.split([g.bs for g in plan.groups]), plan.groups, strict=True)
+        ]
+        plan.pad = torch.cat([pad.view(-1) for pad in pads]).clamp_(max=total_q_tokens - 1)
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Plan the pass that `forward_batch` describes."""
@@ -250,51 +321,63 @@ class TorchRaggedBackend(AttentionBackend):
 
     def attend(self, q: Tensor, layer, plan: Plan) -> Tensor:
         """[tokens, heads * head_dim] attention of one layer's packed queries to what `plan` lets them see."""
-        bs, kv_heads = plan.bs, layer.tp_k_head_num
-        group = layer.tp_q_head_num // kv_heads
-        keys, values = (
-            rows.view(bs, plan.kv, kv_heads, -1).transpose(1, 2)
-            for rows in self._gather(layer.layer_id, plan)
-        )
         if plan.pad is not None:
             q = q.index_select(0, plan.pad)
-
-        if plan.q <= FOLDED_QUERIES and plan.bias is not None:
-            q = (
-                q.view(bs, plan.q, kv_heads, group, -1)
-                .transpose(1, 2)
-                .reshape(bs, kv_heads, plan.q * group, -1)
-            )
-            out = F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=plan.folded_bias(group), scale=layer.scaling
-            )
-            out = out.view(bs, kv_heads, plan.q, group, -1)
+        if len(plan.groups) == 1:
+            out = self._attend_group(q, layer, plan.groups[0])
         else:
-            out = F.scaled_dot_product_attention(
-                q.view(bs, plan.q, layer.tp_q_head_num, -1).transpose(1, 2),
-                keys,
-                values,
-                attn_mask=plan.bias,
-                is_causal=plan.bias is None,
-                scale=layer.scaling,
-                enable_gqa=group > 1,
+            parts = q.split([group.bs * group.q for group in plan.groups])
+            out = torch.cat(
+                [
+                    self._attend_group(part, layer, group)
+                    for part, group in zip(parts, plan.groups, strict=True)
+                ]
             )
-        out = out.transpose(1, 2).reshape(bs * plan.q, -1)
         return out if plan.unpad is None else out.index_select(0, plan.unpad)
 
-    def _gather(self, layer_id: int, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Keys and values [bs * kv, kv_heads, head_dim] of one layer, in the plan's order."""
+    def _attend_group(self, q: Tensor, layer, group: Group) -> Tensor:
+        """[bs * q, heads * head_dim] attention of a group's padded queries, of the same shape."""
+        bs, kv_heads = group.bs, layer.tp_k_head_num
+        heads = layer.tp_q_head_num // kv_heads
+        keys, values = (
+            rows.view(bs, group.kv, kv_heads, -1).transpose(1, 2)
+            for rows in self._gather(layer.layer_id, group)
+        )
+        if group.q <= FOLDED_QUERIES and group.bias is not None:
+            q = q.view(bs, group.q, kv_heads, heads, -1).transpose(1, 2)
+            out = F.scaled_dot_product_attention(
+                q.reshape(bs, kv_heads, group.q * heads, -1),
+                keys,
+                values,
+                attn_mask=group.folded_bias(heads),
+                scale=layer.scaling,
+            )
+            out = out.view(bs, kv_heads, group.q, heads, -1)
+        else:
+            out = F.scaled_dot_product_attention(
+                q.view(bs, group.q, layer.tp_q_head_num, -1).transpose(1, 2),
+                keys,
+                values,
+                attn_mask=group.bias,
+                is_causal=group.bias is None,
+                scale=layer.scaling,
+                enable_gqa=heads > 1,
+            )
+        return out.transpose(1, 2).reshape(bs * group.q, -1)
+
+    def _gather(self, layer_id: int, group: Group) -> tuple[Tensor, Tensor]:
+        """Keys and values [bs * kv, kv_heads, head_dim] of one layer, in the group's order."""
         pool = self.token_to_kv_pool
         buffers = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
-        if plan.gathered is None:
-            return tuple(buffer.index_select(0, plan.slots) for buffer in buffers)
-        if layer_id not in plan.gathered:
-            plan.gathered[layer_id] = tuple(buffer.index_select(0, plan.slots) for buffer in buffers)
+        if group.gathered is None:
+            return tuple(buffer.index_select(0, group.slots) for buffer in buffers)
+        if layer_id not in group.gathered:
+            group.gathered[layer_id] = tuple(buffer.index_select(0, group.slots) for buffer in buffers)
         else:
-            slots = plan.slots[plan.newest]
-            for rows, buffer in zip(plan.gathered[layer_id], buffers, strict=True):
-                rows.index_copy_(0, plan.newest, buffer.index_select(0, slots))
-        return plan.gathered[layer_id]
+            slots = group.slots[group.newest]
+            for rows, buffer in zip(group.gathered[layer_id], buffers, strict=True):
+                rows.index_copy_(0, group.newest, buffer.index_select(0, slots))
+        return group.gathered[layer_id]
 
 
 class TorchRaggedMultiStepDraftBackend:
@@ -334,15 +417,18 @@ class TorchRaggedMultiStepDraftBackend:
         gathered = {} if branches == 1 else None
         newest = ends - 1 + num_columns * torch.arange(bs * branches, device=device)
         for step, backend in enumerate(self.attn_backends):
-            backend.forward_metadata = Plan(
-                bs * branches,
-                1,
-                num_columns,
-                slots,
-                bias[step],
-                gathered=gathered,
-                newest=newest[step],
-            )
+            group = Group(bs * branches, 1, num_columns, slots, bias[step], gathered, newest[step])
+            backend.forward_metadata = Plan([group])
+
+
+def _group_cost(model_runner) -> float:
+    """What another group costs in every layer and, once a pass, to plan: in cached rows gathered in the same time."""
+    layers = [m for m in model_runner.model.modules() if isinstance(m, RadixAttention)]
+    if not layers:
+        return math.inf
+    row_values = layers[0].tp_k_head_num * (layers[0].qk_head_dim + layers[0].v_head_dim)
+    row_us = row_values * model_runner.dtype.itemsize / _GATHERED_BYTES_PER_US
+    return (_GROUP_LAYER_US + _GROUP_PLAN_US / len(layers)) / row_us
 
 
 def _longest(forward_batch) -> int:
