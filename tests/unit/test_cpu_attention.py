@@ -378,6 +378,20 @@ def test_requests_are_grouped_at_the_least_cost(lens, query_cost, group_cost):
     assert chosen <= min(cost(np.split(by_length, list(cut))) for cut in cuts) + 1e-6
 
 
+@pytest.mark.parametrize("q_lens", [[1, 1, 1], [3, 1, 2]])
+@pytest.mark.parametrize(("cost", "num_groups"), [(0.0, 3), (15.0, 2), (30.0, 1), (100.0, 1)])
+def test_any_number_of_groups_attends_alike(cost, num_groups, q_lens):
+    """One group also where a cut was considered."""
+    kv_lens = [30, 10, 20]
+    f = Fixture(kv_lens)
+    f.backend.group_cost = cost
+    plan = f.backend.plan(
+        f.indices, torch.tensor(kv_lens), torch.tensor(q_lens), 30, max(q_lens), sum(q_lens)
+    )
+    assert len(plan.groups) == num_groups
+    f.check(f.queries(sum(q_lens)), chain_views(f, kv_lens, q_lens))
+
+
 def test_groups_follow_lengths():
     order, sizes = group_requests(np.array([9, 500, 8]), np.array([1, 1, 1]), query_cost=0.0, group_cost=50.0)
     assert order.tolist() == [2, 0, 1] and sizes == [2, 1]

@@ -146,7 +146,7 @@ class TorchRaggedBackend(AttentionBackend):
             order = torch.from_numpy(by_length)
             parts = [
                 (part, max(1, int(kv_lens[part].max())), int(q_lens[part].max()))
-                for part in (order.split(sizes) if len(sizes) > 1 else [slice(None)])
+                for part in order.split(sizes)
             ]
         groups = [
             self._plan_group(

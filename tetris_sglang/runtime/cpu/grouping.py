@@ -21,7 +21,7 @@ def group_requests(
         kv_lens, q_lens: [n] integers.
         query_cost: of one query on one row. group_cost: of another group.
     Returns:
-        order [n] int64 of the requests, and the groups' sizes.
+        order [n] int64 of the requests, group after group, and the groups' sizes; as they are where there is one group.
     Example: kv_lens [9, 500, 8], q_lens [1, 1, 1], query_cost 0, group_cost 50 -> [2, 0, 1], [2, 1]
     """
     n = len(kv_lens)
@@ -41,4 +41,4 @@ def group_requests(
     while end:
         sizes.append(end - int(begins[end]))
         end = int(begins[end])
-    return order, sizes[::-1]
+    return (order, sizes[::-1]) if len(sizes) > 1 else (np.arange(n), [n])
