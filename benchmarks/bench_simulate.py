@@ -96,7 +96,7 @@ def main(
 def measure(rows, batch: int, policy: str, rounds: int, round_s: float) -> dict:
     one = RequestClass("pair", rows, Lengths.parse(16, ""), Lengths.parse("1000-3000", ""))
     passes = model_passes("h100", model_b=8, draft_b=0.5, kv_kib_per_token=128)
-    costs = make_costs(passes, max_running=batch, depth=rows.depth, chunk_tokens=8192)
+    costs = make_costs(passes, max_running=batch, num_drafts=rows.survival.shape[1], chunk_tokens=8192)
     plans = make_plans(policy, costs, [one], max_running=batch)
     setup, table = Setup(1, 0, batch, 8192, 10**12, batch, 0), join_rows([one])
 

@@ -317,10 +317,9 @@ def simulation() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "capacity": capacity("capacity_1_4.json", "capacity_16.json", "capacity_32.json"),
+    "capacity": capacity("capacity_16.json"),
+    "capacity-steady": capacity("capacity_1_4.json", "capacity_32.json"),
     "capacity-drafts": capacity("capacity_drafts.json"),
-    "capacity-fixed": capacity("capacity_fixed.json"),
-    "capacity-fixed-k5": capacity("capacity_fixed_k5.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),
     "fixed": fixed,

@@ -288,7 +288,7 @@ def simulate(arm, concurrency, repeat, passes, calibration, one, prompts, output
     )
     max_running = max(PROMPTS)
     costs = make_costs(
-        passes, max_running=max_running, depth=DEPTH, chunk_tokens=CHUNK_TOKENS, calibration=calibration
+        passes, max_running=max_running, num_drafts=DEPTH, chunk_tokens=CHUNK_TOKENS, calibration=calibration
     )
     setup = Setup(1, 0, max_running, CHUNK_TOKENS, 10**9, concurrency, 0)
     return simulate_setting(

@@ -7,14 +7,15 @@ out); a name that ends in .gz is compressed. Little-endian:
 |---|---|---|
 | step | uint32 | number of the step |
 | request | uint32 | number of the request, in order of appearance |
-| depth | uint8 | levels that the step drafted |
+| depth | uint8 | passes of the draft in the step; 0: the requests' texts alone drafted |
 | selected | uint16 | drafts verified of this request: the first so many nodes |
 | raw | float16[num_nodes] | survival of each node by the draft's own probabilities |
 | survival | float16[num_nodes] | the same, calibrated: what selection saw |
 | node_depths | uint8[num_nodes] | level of each node, from 1; 0: no node |
+| passes | uint8[num_nodes] | passes of the draft that have the node: its level, or fewer where the request's text continues |
 | accepted | uint8[ceil(num_nodes / 8)] | bits, lowest first: the node was accepted |
 
-Nodes stand in the order of `Proposal`. The JSON has `format`, `version`, `num_nodes`, and whatever else describes the run.
+Version 1 had no `passes`: as many as levels. Nodes stand in the order of `Proposal`. The JSON has `format`, `version`, `num_nodes`, and whatever else describes the run.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-FORMAT, VERSION = "tetris-sglang trace", 1
+FORMAT, VERSION = "tetris-sglang trace", 2
 
 
-def row_type(num_nodes: int) -> np.dtype:
+def row_type(num_nodes: int, version: int = VERSION) -> np.dtype:
     """The type of a row; see the module's table."""
+    passes = [("passes", "u1", (num_nodes,))] if version > 1 else []
     return np.dtype(
         [
             ("step", "<u4"),
@@ -40,6 +42,7 @@ def row_type(num_nodes: int) -> np.dtype:
             ("raw", "<f2", (num_nodes,)),
             ("survival", "<f2", (num_nodes,)),
             ("node_depths", "u1", (num_nodes,)),
+            *passes,
             ("accepted", "u1", (-(-num_nodes // 8),)),
         ]
     )
@@ -63,6 +66,8 @@ class Trace(NamedTuple):
     """[N, n] float32, non-increasing."""
     node_depths: np.ndarray
     """[N, n] int64."""
+    passes: np.ndarray
+    """[N, n] int64, at most `node_depths`."""
     accepted: np.ndarray
     """[N, n] bool. Nodes that were not verified are False, whatever the target would have said."""
 
@@ -94,8 +99,8 @@ def read_trace(path: Path) -> Trace:
         with _open(path, "rb") as file:
             header_line, data = file.readline(), file.read()
         header = json.loads(header_line)
-        known = header["format"] == FORMAT and header["version"] == VERSION
-        kind = row_type(header["num_nodes"])
+        known = header["format"] == FORMAT and header["version"] in (1, VERSION)
+        kind = row_type(header["num_nodes"], header["version"])
     except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile):
         known = False
     if not known:
@@ -107,6 +112,7 @@ def read_trace(path: Path) -> Trace:
         *(rows[name].astype(np.int64) for name in ("step", "request", "depth", "selected")),
         *(rows[name].astype(np.float32) for name in ("raw", "survival")),
         rows["node_depths"].astype(np.int64),
+        rows["passes" if "passes" in kind.names else "node_depths"].astype(np.int64),
         bits.astype(bool),
     )
 

@@ -43,7 +43,7 @@ def success_rate(request, servers):
 def accepted_of_model(trace: Trace, before: dict, after: dict) -> float:
     """Of what was verified, without what the texts alone say: tokens behind the last pass's, and whole steps."""
     steps = slice(*trace.steps.searchsorted([before["num_steps"], after["num_steps"]]))
-    passes = trace.depths[steps] - NUM_CONTINUED
+    passes = trace.depths[steps]
     assert (passes == 0).mean() > 0.05, "no step did without the draft: nothing was tested"
     by_model = np.minimum(trace.selected[steps], passes)
     accepted = np.minimum(trace.accepted[steps].sum(axis=1), passes)

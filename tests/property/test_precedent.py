@@ -19,10 +19,10 @@ from tetris_sglang.drafting import (
     continue_texts,
     find_precedent,
     is_precedents,
+    least_passes,
 )
 from tetris_sglang.drafting.precedent import COPIED_PROB, MAX_MATCH
 from tetris_sglang.runtime.learning import RequestsCalibration
-from tetris_sglang.runtime.planning import least_depths
 from tetris_sglang.selection import Calibration, EvidenceOffsets
 
 settings.register_profile("tetris", deadline=None, max_examples=100)
@@ -149,7 +149,7 @@ def test_chains_go_on_as_the_precedent_does_if_they_followed_it(seed, batch, dep
     proposal, precedent = grow(seed, batch, 1, depth, calibrate, num_continued)
     assert proposal.tokens.shape == (batch, depth + num_continued)
     follows = is_precedents(proposal.evidence)
-    needed = least_depths(proposal.evidence, num_continued)
+    needed = least_passes(proposal.evidence, num_continued)
     for request in range(batch):
         match_len, stood = int(precedent.match_lens[request]), precedent.tokens[request].tolist()
         tokens, evidence = proposal.tokens[request].tolist(), proposal.evidence[request].tolist()
@@ -177,7 +177,7 @@ def test_texts_go_on_by_themselves_where_there_is_a_precedent(seed, batch, num_c
     proposal = continue_texts(precedent, Copying(0.6))
     assert torch.equal(proposal.tokens, precedent.tokens)
     # No pass drafts them.
-    needed = least_depths(proposal.evidence, num_continued)
+    needed = least_passes(proposal.evidence, num_continued)
     for request, match_len in enumerate(precedent.match_lens.tolist()):
         if not match_len:
             assert proposal.evidence[request].tolist() == [NOT_CONTINUED] * num_continued

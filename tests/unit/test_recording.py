@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import Proposal, TreeShape, make_grid, tree_survival
+from tetris_sglang.drafting import (
+    FIRST_CONTINUED,
+    NOT_CONTINUED,
+    Proposal,
+    TreeShape,
+    make_grid,
+    tree_survival,
+)
+from tetris_sglang.drafting.precedent import NO_EVIDENCE
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime import recording
 from tetris_sglang.runtime.recording import StepRecorder
@@ -22,9 +30,17 @@ class Request:
 
 @pytest.fixture
 def make_recorder(tmp_path):
-    def make() -> StepRecorder:
+    def make(num_continued: int = 0) -> StepRecorder:
         config = TetrisConfig(4, 2.5, None, record=tmp_path / "run.trace")
-        return StepRecorder(config, draft="eagle", topk=2, num_nodes=NUM_NODES, num_slots=8, device="cpu")
+        return StepRecorder(
+            config,
+            draft="eagle",
+            topk=2,
+            num_nodes=NUM_NODES,
+            num_continued=num_continued,
+            num_slots=8,
+            device="cpu",
+        )
 
     return make
 
@@ -50,7 +66,7 @@ def add_chains(
     proposal = Proposal(torch.zeros_like(scores, dtype=torch.int64), scores, None, probs)
     grid = make_grid(torch.zeros(len(scores)), proposal, depth, NUM_NODES + 1)
     verify_lens = torch.tensor(selected, dtype=torch.int32) + 1
-    recorder.add(proposal, grid, make_accepted(accept_lens), verify_lens, torch.tensor(slots))
+    recorder.add(proposal, grid, make_accepted(accept_lens), verify_lens, torch.tensor(slots), depth)
 
 
 def test_chains(make_recorder, read):
@@ -75,9 +91,32 @@ def test_chains(make_recorder, read):
     assert trace.requests.tolist() == [1, 0] and trace.selected.tolist() == [3, 1]
     assert trace.depths.tolist() == [3, 3] and trace.node_depths.tolist() == [[1, 2, 3, 0]] * 2
     assert trace.raw.tolist() == [[0.75, 0.75, 0.375, 0], [0.5, 0.25, 0.125, 0]]
+    assert trace.passes.tolist() == trace.node_depths.tolist()
     assert trace.survival.tolist() == [[0.5, 0.25, 0.25, 0], [0.25, 0.25, 0.125, 0]]
     assert trace.accepted.tolist() == [[True, True, False, False], [False] * 4]
     assert trace.is_complete.tolist() == [True, False]
+
+
+def test_what_the_text_continues_needs_fewer_passes(make_recorder, read):
+    """Two passes and two tokens more: one chain follows its text from the root on, the other one never."""
+    recorder = make_recorder(num_continued=2)
+    recorder.add_prefilled([Request(), Request()], torch.tensor([0, 1]))
+    scores = torch.full((2, 4), 0.5)
+    agreement, contradiction = 1, 2
+    evidence = torch.tensor(
+        [
+            [agreement, agreement, FIRST_CONTINUED, FIRST_CONTINUED],
+            [contradiction, NO_EVIDENCE] + [NOT_CONTINUED] * 2,
+        ]
+    )
+    proposal = Proposal(torch.zeros_like(evidence), scores, None, scores, evidence)
+    grid = make_grid(torch.zeros(2), proposal, 4, NUM_NODES + 1)
+    verify_lens = torch.tensor([5, 3], dtype=torch.int32)
+    recorder.add(proposal, grid, make_accepted([4, 0]), verify_lens, torch.tensor([0, 1]), 2)
+    recorder.write()
+    trace = read()
+    assert trace.depths.tolist() == [2, 2] and trace.node_depths.tolist() == [[1, 2, 3, 4]] * 2
+    assert trace.passes.tolist() == [[0, 0, 1, 2], [1, 2, 3, 4]]
 
 
 def make_tree(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,7 +153,7 @@ def test_trees(make_recorder, read):
     proposal = Proposal(torch.tensor([[7, 8, 9, 9]]), scores, shape, probs)
     grid = make_grid(torch.zeros(1), proposal, 3, NUM_NODES + 3)
     accepted = make_accepted([2], [[0, 1, 3, 6]])
-    recorder.add(proposal, grid, accepted, torch.tensor([4], dtype=torch.int32), torch.tensor([3]))
+    recorder.add(proposal, grid, accepted, torch.tensor([4], dtype=torch.int32), torch.tensor([3]), 3)
     recorder.write()
     trace = read()
     assert trace.raw.tolist() == [[0.5, 0.25, 0.25, 0.125]]
@@ -128,7 +167,7 @@ def test_plain_steps_are_counted_and_nothing_else(make_recorder, read):
     recorder.add_prefilled([Request()], torch.tensor([0]))
     for _ in range(2):
         add_chains(recorder, [[0.5]], [[0.5]], [1], [1], [0])
-        recorder.add(None, None, None, None, None)
+        recorder.add(None, None, None, None, None, 0)
     recorder.write()
     assert read().steps.tolist() == [0, 2]
 

@@ -27,6 +27,7 @@ from tetris_sglang.drafting.precedent import (
     Precedent,
     find_precedent,
     is_precedents,
+    least_passes,
 )
 from tetris_sglang.drafting.proposal import (
     Calibrate,
@@ -71,6 +72,7 @@ __all__ = [
     "estimate_probs",
     "find_precedent",
     "is_precedents",
+    "least_passes",
     "look_up",
     "look_up_reference",
     "make_grid",

@@ -77,6 +77,19 @@ def is_precedents(evidence: Tensor) -> Tensor:
     return agrees | ((evidence >= FIRST_COPIED) & (evidence != NOT_CONTINUED))
 
 
+def least_passes(evidence: Tensor, num_continued: int) -> Tensor:
+    """How many passes of the draft have a chain's tokens: a precedent's may also be continued behind fewer, or none.
+
+    Args:
+        evidence: [batch, n] int64, as in `Proposal`.
+    Returns:
+        [batch, n] int64, from 0.
+    Example: no precedent at all, then agreement down to the last, num_continued 2 -> [[1, 2, 3, 4], [0, 0, 1, 2]]
+    """
+    places = torch.arange(1, evidence.shape[1] + 1, device=evidence.device)
+    return torch.where(is_precedents(evidence), (places - num_continued).clamp(min=0), places)
+
+
 class Choice(NamedTuple):
     """Drafts of some levels after the precedent was consulted; each [batch, n]."""
 

@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tetris_sglang.capacity import (
     AutoCapacity,
@@ -16,7 +15,7 @@ from tetris_sglang.capacity import (
     StepShape,
     measure_curves,
 )
-from tetris_sglang.drafting import Proposal, is_precedents
+from tetris_sglang.drafting import Proposal, least_passes
 from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.step_clock import StepClock
@@ -35,19 +34,6 @@ class _DraftedStep:
     capacity_tokens: int
     expected: float | None = None
     """Drafts that should be accepted; None until the curves were read."""
-
-
-def least_depths(evidence: Tensor, num_continued: int) -> Tensor:
-    """How many passes a chain's tokens need at least: a precedent's token may also be continued behind fewer, or none.
-
-    Args:
-        evidence: [batch, n] int64, as in `Proposal`.
-    Returns:
-        [batch, n] int64, from 0.
-    Example: no precedent at all, then agreement down to the last, num_continued 2 -> [[1, 2, 3, 4], [0, 0, 1, 2]]
-    """
-    places = torch.arange(1, evidence.shape[1] + 1, device=evidence.device)
-    return torch.where(is_precedents(evidence), (places - num_continued).clamp(min=0), places)
 
 
 class StepPlanner:
@@ -105,7 +91,7 @@ class StepPlanner:
             survival = survival_from_probs(survival)
             depths = torch.arange(1, survival.shape[1] + 1, device=survival.device)
             if num_continued := self._limits.num_continued:
-                depths = least_depths(proposal.evidence, num_continued)
+                depths = least_passes(proposal.evidence, num_continued)
         else:
             depths = proposal.shape.depths[:, 1:]
         curves = HostCopy(measure_curves(survival, depths, depth, self._shares))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tetris_sglang import __version__
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import Grid, Proposal, tree_survival
+from tetris_sglang.drafting import Grid, Proposal, least_passes, tree_survival
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.learning import judge_nodes
@@ -36,6 +36,7 @@ class _Rows(NamedTuple):
     raw: Tensor
     survival: Tensor
     node_depths: Tensor
+    passes: Tensor
     accepted: Tensor
 
 
@@ -45,7 +46,7 @@ class StepRecorder:
     Args:
         config: says where to, and how the server speculates.
         draft: its kind. topk: its branches.
-        num_nodes: most that a request drafts.
+        num_nodes: most that a request drafts. num_continued: of these, behind the last pass.
         num_slots: of running requests.
         device: "cuda" or "cpu".
     Raises:
@@ -53,19 +54,28 @@ class StepRecorder:
     """
 
     def __init__(
-        self, config: TetrisConfig, *, draft: str, topk: int, num_nodes: int, num_slots: int, device: str
+        self,
+        config: TetrisConfig,
+        *,
+        draft: str,
+        topk: int,
+        num_nodes: int,
+        num_continued: int,
+        num_slots: int,
+        device: str,
     ) -> None:
         self._file: IO[bytes] | None = open_for_writing(
             config.record,
             num_nodes,
             draft=draft,
             topk=topk,
+            num_continued=num_continued,
             **{name: getattr(config, name) for name in _DESCRIBED},
             sglang=version("sglang"),
             tetris_sglang=__version__,
         )
         self._file.flush()
-        self._row_type = row_type(num_nodes)
+        self._row_type, self._num_continued = row_type(num_nodes), num_continued
         self._on_cuda = device == "cuda"
         self._num_steps = 0
         # By request, so that one that is retracted keeps its number in another slot.
@@ -94,10 +104,12 @@ class StepRecorder:
         accepted: AcceptedTokens,
         verify_lens: Tensor,
         slots: Tensor,
+        depth: int,
     ) -> None:
         """Take in one step; None where it drafted nothing.
 
         Args:
+            depth: passes of the draft.
             verify_lens: [batch], selected drafts and the root.
             slots: [batch] integers, where each request runs.
         Sync: none.
@@ -112,15 +124,19 @@ class StepRecorder:
             raw = tree_survival(proposal.probs, proposal.shape.parents, grid.max_depth)
             survival = proposal.scores
         judged = judge_nodes(proposal, grid, accepted, verify_lens)
+        passes = judged.depths
+        if self._num_continued:
+            passes = least_passes(proposal.evidence, self._num_continued)
         rows = _Rows(
             self._slot_numbers[slots],
             verify_lens - 1,
             raw.half(),
             survival.half(),
             judged.depths.to(torch.uint8),
+            passes.to(torch.uint8),
             judged.accepted,
         )
-        self._pending.append((step, grid.max_depth, HostCopy(*rows)))
+        self._pending.append((step, depth, HostCopy(*rows)))
 
     def write(self) -> None:
         """Write the steps that have come in, all the way to the file: whoever kills the server loses none of them."""

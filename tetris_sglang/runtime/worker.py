@@ -130,6 +130,7 @@ class TetrisWorker(BaseSpecWorker):
                 draft=current_kind(),
                 topk=get_spec().speculative_eagle_topk,
                 num_nodes=self._draft.count_nodes(self.speculative_num_steps),
+                num_continued=self._draft.num_continued,
                 num_slots=len(pool.req_to_token),
                 device=self.device,
             )
@@ -247,7 +248,8 @@ class TetrisWorker(BaseSpecWorker):
             if self._texts is not None:
                 self._texts.append(batch, accepted.target_tokens)
             if self.recorder is not None:
-                self.recorder.add(proposal, grid, accepted, packed.verify_lens, batch.req_pool_indices)
+                rows = batch.req_pool_indices
+                self.recorder.add(proposal, grid, accepted, packed.verify_lens, rows, depth)
             if proposal is not None and self.learner is not None:
                 rows = batch.req_pool_indices
                 self.learner.add(proposal, grid, accepted, packed.verify_lens, rows)

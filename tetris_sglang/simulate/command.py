@@ -156,19 +156,20 @@ def simulate(
     passes = load_pass_times(pass_times) if pass_times else model_passes(device, **model)
     if kv_tokens is None:
         kv_tokens = count_kv_tokens(device, **model) if device else _UNLIMITED
+    table = join_rows(kinds)
     costs = make_costs(
         passes,
         max_running=max_running,
-        depth=min(kind.rows.depth for kind in kinds),
+        num_drafts=table.codes.shape[1],
         chunk_tokens=chunk_tokens,
         calibration=Calibration(None if host_ms is None else host_ms / 1e3),
     )
     setup = Setup(replicas, ROUTERS.index(router), max_running, chunk_tokens, kv_tokens, 0, 0)
-    scenario = Scenario(kinds, join_rows(kinds), costs, setup, arrivals, burstiness, requests, seed)
+    scenario = Scenario(kinds, table, costs, setup, arrivals, burstiness, requests, seed)
     loads = _read_loads(arrivals, users, rates)
     source = "passes timed by a server" if pass_times else report.MODELLED.format(device=device)
     plans = {name: scenario.plans(name) for name in names}
-    deepest = scenario.table.codes.shape[1]
+    deepest = table.reach.shape[1] - 1
     shares = _numbers(capacities, "--capacities") if capacities else []
     swept = {share: scenario.plans(f"tetris{share:g}+{deepest - math.ceil(share)}") for share in shares}
 

@@ -27,7 +27,7 @@ class StepCosts(NamedTuple):
     """Seconds by size, from 0; arrays so that compiled code can read them."""
 
     target_s: np.ndarray
-    """[max_running * (depth + 1) + 1], by rows."""
+    """[max_running * (num_drafts + 1) + 1], by rows."""
     window_s: np.ndarray
     """[max_running + 1], a draft's first pass by batch size."""
     branch_s: np.ndarray
@@ -61,14 +61,14 @@ def make_costs(
     passes: PassTimes,
     *,
     max_running: int,
-    depth: int,
+    num_drafts: int,
     chunk_tokens: int,
     calibration: Calibration = Calibration(),
 ) -> StepCosts:
-    """Tables for batches up to `max_running` that draft up to `depth` levels."""
+    """Tables for batches up to `max_running`, up to `num_drafts` of each request verified."""
     if not passes.target_s:
         raise ValueError("the pass times hold no target pass")
-    target_s = fill_curve(passes.target_s, max(max_running * (depth + 1), chunk_tokens))
+    target_s = fill_curve(passes.target_s, max(max_running * (num_drafts + 1), chunk_tokens))
     batch_sizes = np.arange(max_running + 1)
     if calibration.host_s is None:
         host_s = HOST_SHARE * target_s[: max_running + 1]

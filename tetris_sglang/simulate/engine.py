@@ -27,13 +27,15 @@ class StepPlans(NamedTuple):
     """A policy as the engine knows it: what a step of each batch size does."""
 
     depth: np.ndarray
-    """[max_running + 1] int64."""
+    """[max_running + 1] int64, passes of the draft."""
     capacity: np.ndarray
-    """[max_running + 1] int64, drafts verified over the batch."""
+    """[max_running + 1] int64, drafts verified over the batch; 0: plain decoding."""
     is_uniform: bool
     """Every request verifies capacity / batch of its own drafts, instead of the batch's best."""
     has_draft: bool
     """A draft is served, and prefills every prompt."""
+    goes_on: bool = False
+    """Chains go on from the requests' own texts behind the draft's passes, or without any."""
 
 
 class Setup(NamedTuple):
@@ -88,11 +90,12 @@ class Times(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram, tied):
+def choose_prefixes(codes, at, batch, levels, capacity, lens, histogram, tied):
     """TETRIS's choice by counting sort: `selection.select_prefixes` on whole-number survivals, ties included.
 
     Args:
-        codes: [P, D] uint16 below CODES, non-increasing. at: [batch] rows. lens: [batch], written.
+        codes: [P, N] uint16 below CODES, non-increasing. at: [batch] rows. lens: [batch], written.
+        levels: [batch], of each request's row.
         histogram: [CODES] int64, tied: [batch] int64, scratch.
     Returns:
         The number of drafts selected.
@@ -100,17 +103,18 @@ def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram, tied):
     histogram[:] = 0
     for i in range(batch):
         row = at[i]
-        for level in range(depth):
+        for level in range(levels[i]):
             histogram[codes[row, level]] += 1
     threshold, left = CODES - 1, capacity
     while threshold > 0 and histogram[threshold] <= left:
         left -= histogram[threshold]
         threshold -= 1
     # All above the threshold are in; they are prefixes. Without branches: which it will be, nobody can predict.
-    num_tied = selected = 0
+    num_tied = selected = deepest = 0
     for i in range(batch):
         row, above, reached = at[i], 0, 0
-        for level in range(depth):
+        deepest = max(deepest, levels[i])
+        for level in range(levels[i]):
             above += codes[row, level] > threshold
             reached += codes[row, level] >= threshold
         lens[i] = above
@@ -119,10 +123,10 @@ def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram, tied):
             tied[num_tied] = i
             num_tied += 1
     # Of those at the threshold as many as are left, level by level and request by request.
-    for level in range(depth):
+    for level in range(deepest):
         for number in range(num_tied):
             i = tied[number]
-            if left > 0 and lens[i] == level and codes[at[i], level] == threshold:
+            if left > 0 and lens[i] == level < levels[i] and codes[at[i], level] == threshold:
                 lens[i] += 1
                 selected += 1
                 left -= 1
@@ -134,7 +138,7 @@ def _simulate(requests, table, costs, plans, setup, times):
     num_requests, num_replicas = len(requests.output_lens), setup.num_replicas
     max_running = setup.max_running
     arrival_s, class_starts = requests.arrival_s, table.class_starts
-    codes, accepted_of = table.codes, table.accepted
+    codes, accepted_of, reach = table.codes, table.accepted, table.reach
 
     # Running requests of each replica, in the order in which they joined.
     running = np.zeros((num_replicas, max_running), np.int32)
@@ -157,7 +161,7 @@ def _simulate(requests, table, costs, plans, setup, times):
     emits = np.zeros((num_replicas, max_running), np.int32)
     step_counts = np.zeros((num_replicas, 4), np.int64)
 
-    lens = np.zeros(max_running, np.int32)
+    lens, levels = np.zeros(max_running, np.int32), np.zeros(max_running, np.int32)
     tied = np.zeros(max_running, np.int64)
     histogram = np.zeros(CODES, np.int64)
     arrived = finished = 0
@@ -315,7 +319,7 @@ def _simulate(requests, table, costs, plans, setup, times):
                 batch = num_running[r]
                 depth, capacity = plans.depth[batch], plans.capacity[batch]
                 selected = accepted = 0
-                if depth == 0:
+                if capacity == 0:
                     for i in range(batch):
                         emits[r, i] = 1
                 else:
@@ -323,8 +327,12 @@ def _simulate(requests, table, costs, plans, setup, times):
                         selected = capacity
                         lens[:batch] = capacity // batch
                     else:
+                        levels[:batch] = depth
+                        if plans.goes_on:
+                            for i in range(batch):
+                                levels[i] = reach[at[r, i], depth]
                         selected = choose_prefixes(
-                            codes, at[r], batch, depth, capacity, lens, histogram, tied
+                            codes, at[r], batch, levels, capacity, lens, histogram, tied
                         )
                     for i in range(batch):
                         correct = min(np.int32(accepted_of[at[r, i]]), lens[i])
@@ -335,7 +343,7 @@ def _simulate(requests, table, costs, plans, setup, times):
                 if depth > 0:
                     seconds += costs.window_s[batch] + (depth - 1) * costs.branch_s[batch]
                 step_counts[r, 0] = batch
-                step_counts[r, 1] = batch if depth > 0 else 0
+                step_counts[r, 1] = batch if capacity > 0 else 0
                 step_counts[r, 2] = selected
                 step_counts[r, 3] = accepted
                 doing[r] = _DECODE
@@ -387,7 +395,7 @@ def check(requests: Requests, table: RowTable, plans: StepPlans, setup: Setup) -
         raise ValueError(f"replicas, running requests and chunk must be at least 1, users 0: got {setup}")
     if len(plans.depth) <= setup.max_running:
         raise ValueError(f"plans for {len(plans.depth) - 1} requests, up to {setup.max_running} may run")
-    if plans.depth.max() > table.codes.shape[1]:
-        raise ValueError(f"depth {plans.depth.max()}: the trace recorded {table.codes.shape[1]} levels")
+    if plans.depth.max() >= table.reach.shape[1]:
+        raise ValueError(f"depth {plans.depth.max()}: the trace recorded {table.reach.shape[1] - 1} passes")
     if not 0 <= setup.warm_up < len(requests.output_lens):
         raise ValueError(f"{setup.warm_up} requests to warm up, of {len(requests.output_lens)}")

@@ -4,7 +4,9 @@
 `tetrisK+E` (K + E drafted, K per request on average chosen batch-wide), `tetrisD@C` (D drafted, C chosen of the whole batch),
 `auto` (depth and capacity by batch size).
 
-`auto` is the policy that AutoCapacity converges to: it maximises the same objective, with the mean acceptances of the traces and
+`auto` lets chains go on from the requests' own texts, where the trace has such; the others do not.
+
+It is the policy that AutoCapacity converges to: it maximises the same objective, with the mean acceptances of the traces and
 the true step times in place of learnt ones. Learning, probes, hysteresis and the uncertainty of step times are not in it.
 """
 
@@ -73,15 +75,18 @@ def choose_plans(
 ) -> StepPlans:
     """For each batch size the depth and capacity with most expected tokens per second; plain decoding where none pays."""
     depth = min(one.rows.depth for one in classes)
-    shares = np.array(capacity_shares(depth))
+    goes_on = any(one.rows.goes_on for one in classes)
+    most = np.array([max(int(one.rows.reach[:, d].max()) for one in classes) for d in range(depth + 1)])
+    shares = np.array(capacity_shares(int(most[-1])))
     sizes = [2**i for i in range(max_running.bit_length())]
     curves = measure_accepted(classes, sizes, shares, seed=seed)
     # A request is among those running as long as it writes.
     presence = np.array([one.share * one.output_len.mean for one in classes])
     lengths = np.array([one.prompt_len.mean + one.output_len.mean / 2 for one in classes])
     context_tokens = float(presence @ lengths / presence.sum())
-    levels = np.repeat(np.arange(1, depth + 1), len(shares) - 1)
-    per_request = np.tile(shares[1:], depth)
+    least = 0 if goes_on else 1
+    passes = np.repeat(np.arange(least, depth + 1), len(shares) - 1)
+    per_request = np.tile(shares[1:], depth + 1 - least)
     depths, capacities = np.zeros((2, max_running + 1), np.int64)
     for batch in range(1, max_running + 1):
         position = math.log2(batch)
@@ -93,21 +98,20 @@ def choose_plans(
             else curves[low]
         )
         tokens = np.rint(per_request * batch).astype(np.int64)
-        is_plan = (tokens > 0) & (tokens <= levels * batch)
-        d, c = levels[is_plan], tokens[is_plan]
+        is_plan = (tokens > 0) & (tokens <= most[passes] * batch)
+        d, c = passes[is_plan], tokens[is_plan]
         at = np.minimum(c / batch, shares[-1])
         right = np.clip(np.searchsorted(shares, at, side="right"), 1, len(shares) - 1)
         part = (at - shares[right - 1]) / (shares[right] - shares[right - 1])
-        accepted = (1 - part) * curve[d - 1, right - 1] + part * curve[d - 1, right]
+        accepted = (1 - part) * curve[d, right - 1] + part * curve[d, right]
         fixed_s = costs.host_s[batch] + costs.context_s * context_tokens * batch
-        seconds = (
-            fixed_s + costs.target_s[batch + c] + costs.window_s[batch] + (d - 1) * costs.branch_s[batch]
-        )
+        seconds = fixed_s + costs.target_s[batch + c]
+        seconds += np.where(d > 0, costs.window_s[batch] + (d - 1) * costs.branch_s[batch], 0.0)
         value = (1 + accepted) / seconds
         best = int(value.argmax())
         if value[best] > 1 / (fixed_s + costs.target_s[batch]):
             depths[batch], capacities[batch] = d[best], c[best]
-    return StepPlans(depths, capacities, False, True)
+    return StepPlans(depths, capacities, False, True, goes_on)
 
 
 def measure_accepted(
@@ -120,19 +124,28 @@ def measure_accepted(
     Args:
         sizes: of batches. shares: [s], capacities per request.
     Returns:
-        [sizes, depth, s] float64, batches drawn from the positions that steps of each depth visit.
+        [sizes, depth + 1, s] float64 by passes of the draft, from 0; batches drawn from the positions that such steps visit.
     """
     depth = min(one.rows.depth for one in classes)
     heaviest = max(one.weight for one in classes)
     presence = np.array([one.share * one.output_len.mean for one in classes])
     random = np.random.default_rng([seed, 2])
-    curves = np.empty((len(sizes), depth, len(shares)))
-    for level in range(1, depth + 1):
+    curves = np.zeros((len(sizes), depth + 1, len(shares)))
+    for passes in range(depth + 1):
+        num_levels = max(int(one.rows.reach[:, passes].max()) for one in classes)
+        if num_levels == 0:
+            continue
+        levels = np.arange(num_levels)
         codes, accepted, chance = [], [], []
         for one, present in zip(classes, presence, strict=True):
-            visited = one.rows.visit(level)
-            codes.append(encode(one.rows.survival[visited, :level], one.weight / heaviest))
-            accepted.append(one.rows.accepted[visited])
+            visited = one.rows.visit(passes)
+            reach = one.rows.reach[visited, passes]
+            # Levels that this class never has are as good as those that a row does not reach.
+            own = np.zeros((len(visited), num_levels), np.uint16)
+            width = min(num_levels, one.rows.survival.shape[1])
+            own[:, :width] = encode(one.rows.survival[visited, :width], one.weight / heaviest)
+            codes.append(np.where(levels < reach[:, None], own, 0))
+            accepted.append(np.minimum(one.rows.accepted[visited], reach))
             chance.append(np.full(len(visited), present / len(visited)))
         codes, accepted, chance = (np.concatenate(parts) for parts in (codes, accepted, chance))
         for number, batch in enumerate(sizes):
@@ -141,9 +154,9 @@ def measure_accepted(
             # Depth-major and stable, as selection ranks.
             ranked = codes[drawn].transpose(0, 2, 1).reshape(rounds, -1)
             order = np.argsort(-ranked.astype(np.int32), axis=1, kind="stable")
-            is_accepted = accepted[drawn][:, None, :] > np.arange(level)[:, None]
+            is_accepted = accepted[drawn][:, None, :] > levels[:, None]
             best = np.take_along_axis(is_accepted.reshape(rounds, -1), order, axis=1)
             total = np.concatenate(([0.0], best.mean(axis=0).cumsum()))
-            at = np.minimum(shares * batch, level * batch)
-            curves[number, level - 1] = np.interp(at, np.arange(len(total)), total) / batch
+            at = np.minimum(shares * batch, num_levels * batch)
+            curves[number, passes] = np.interp(at, np.arange(len(total)), total) / batch
     return curves

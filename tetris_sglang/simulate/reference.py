@@ -33,7 +33,7 @@ class _Replica:
     kv_used: int = 0
     ends_at: float | None = None
     step: tuple = ()
-    """(seconds, requests that join, None) or (seconds, tokens emitted by each, selected, accepted, depth)."""
+    """(seconds, requests that join, None) or (seconds, tokens emitted by each, selected, accepted, whether it drafted)."""
 
     @property
     def load(self) -> int:
@@ -129,18 +129,20 @@ def _plan_decode(replica, table, costs, plans) -> tuple:
     depth, capacity = int(plans.depth[batch]), int(plans.capacity[batch])
     rows = [one.row for one in replica.running]
     lens = [0] * batch
-    if depth and plans.is_uniform:
+    if capacity and plans.is_uniform:
         lens = [capacity // batch] * batch
-    elif depth:
-        survival = torch.from_numpy(table.codes[rows, :depth].astype("float32") / (CODES - 1))
-        lens = select_prefixes(survival, capacity).tolist()
+    elif capacity:
+        codes = table.codes[rows].astype("float32")
+        for row, own in zip(rows, codes, strict=True):
+            own[int(table.reach[row, depth]) if plans.goes_on else depth :] = 0
+        lens = select_prefixes(torch.from_numpy(codes / (CODES - 1)), capacity).tolist()
     correct = [min(int(table.accepted[row]), chosen) for row, chosen in zip(rows, lens, strict=True)]
     emits = [min(n + 1, one.remaining) for n, one in zip(correct, replica.running, strict=True)]
     seconds = costs.target_s[batch + sum(lens)] + costs.host_s[batch]
     seconds += costs.context_s * sum(one.context for one in replica.running)
     if depth:
         seconds += costs.window_s[batch] + (depth - 1) * costs.branch_s[batch]
-    return (float(seconds), emits, sum(lens), sum(correct), depth)
+    return (float(seconds), emits, sum(lens), sum(correct), capacity > 0)
 
 
 def _end_step(replica, requests, table, times, now) -> int:
