@@ -125,8 +125,7 @@ def _add_positions_between(survival, passes, accepted, known, requests):
     shifted = np.take_along_axis(wide[row], columns, axis=1)
     # What the text continued it would have continued from there, too; what lies beyond was not seen to go on.
     levels = np.arange(1, depth + 1)
-    beyond = np.broadcast_to(np.arange(depth + 1, 2 * depth + 1), (num_rows, depth))
-    passes = np.take_along_axis(np.concatenate((passes, beyond), axis=1)[row], columns, axis=1)
+    passes = np.take_along_axis(passes[row], np.minimum(columns, depth - 1), axis=1)
     passes = np.where(columns < depth, np.maximum(passes - offsets[:, None], 0), levels)
     before = np.where(offsets > 0, survival[row, np.maximum(offsets - 1, 0)], 1.0)
     shifted = np.minimum(shifted / np.maximum(before, 1e-6)[:, None], 1.0)
