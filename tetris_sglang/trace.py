@@ -15,7 +15,8 @@ out); a name that ends in .gz is compressed. Little-endian:
 | passes | uint8[num_nodes] | passes of the draft that have the node: its level, or fewer where the request's text continues |
 | accepted | uint8[ceil(num_nodes / 8)] | bits, lowest first: the node was accepted |
 
-Version 1 had no `passes`: as many as levels. Nodes stand in the order of `Proposal`. The JSON has `format`, `version`, `num_nodes`, and whatever else describes the run.
+Version 1 had no `passes`: as many as levels. Nodes stand in the order of `Proposal`.
+The JSON has `format`, `version`, `num_nodes`, and whatever else describes the run.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from tetris_sglang.simulate.engine import ROUTERS, Setup, choose_prefixes, simul
 from tetris_sglang.simulate.fleet import find_replicas, simulate_setting
 from tetris_sglang.simulate.policies import make_plans
 from tetris_sglang.simulate.reference import simulate_fleet_reference
-from tetris_sglang.simulate.traces import CODES, DraftRows, encode, reach_of_passes, read_rows
+from tetris_sglang.simulate.traces import CODES, DraftRows, encode, read_rows
 from tetris_sglang.simulate.traces import make_rows as convert
 from tetris_sglang.simulate.workload import (
     Lengths,
@@ -57,6 +57,11 @@ PASSES = PassTimes(
     {1: 0.002, 64: 0.004},
     1e-7,
 )
+
+
+def reach_of_passes(num_rows: int, depth: int) -> np.ndarray:
+    """`DraftRows.reach` of chains that never go on: a level per pass."""
+    return np.tile(np.arange(depth + 1), (num_rows, 1))
 
 
 def make_rows(quality: float = 0.7, texts: int = 12, positions: int = 40, seed: int = 0) -> DraftRows:

@@ -247,11 +247,10 @@ class TetrisWorker(BaseSpecWorker):
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
             if self._texts is not None:
                 self._texts.append(batch, accepted.target_tokens)
+            rows = batch.req_pool_indices
             if self.recorder is not None:
-                rows = batch.req_pool_indices
                 self.recorder.add(proposal, grid, accepted, packed.verify_lens, rows, depth)
             if proposal is not None and self.learner is not None:
-                rows = batch.req_pool_indices
                 self.learner.add(proposal, grid, accepted, packed.verify_lens, rows)
             if depth:
                 next_draft_input = self._draft.after_verify(

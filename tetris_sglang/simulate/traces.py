@@ -57,11 +57,6 @@ class DraftRows(NamedTuple):
         return np.array(visited)
 
 
-def reach_of_passes(num_rows: int, depth: int) -> np.ndarray:
-    """`DraftRows.reach` of chains that never go on: a level per pass."""
-    return np.tile(np.arange(depth + 1), (num_rows, 1))
-
-
 def read_rows(path: Path, *, seed: int = 0) -> DraftRows:
     """Read a trace file.
 
@@ -92,7 +87,7 @@ def make_rows(trace: Trace, *, name: str = "the trace", seed: int = 0) -> DraftR
     # A rejection ends what is to know; if all that was verified is accepted, the rest is open.
     known = np.where(accepted < selected, num_levels, selected)
     levels = np.arange(1, num_levels + 1)
-    survival, passes = trace.survival[order, :num_levels].copy(), trace.passes[order, :num_levels].copy()
+    survival, passes = trace.survival[order, :num_levels], trace.passes[order, :num_levels]
     was_drafted = levels <= drafted[:, None]
     survival[~was_drafted] = np.nan
     passes = np.where(was_drafted, passes, levels)
