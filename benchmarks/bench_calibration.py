@@ -2,24 +2,37 @@
 
     python benchmarks/bench_calibration.py --step-ms 80
 
-Timed as in bench_selection.py: in turn within each round, ratios within a round, median and quartiles over the rounds;
-on a CPU one thread, by the CPU time it used. A step with chains calibrates once per drafted level (n-grams: once for
-all), derives what was reached and observes; one in `refresh_every` steps refreshes, which is charged to all in equal parts.
+Timed as timing.py says. A step with chains calibrates once per drafted level (n-grams: once for all), derives what was
+reached and observes; one in `refresh_every` steps refreshes, which is charged to all in equal parts.
 """
 
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from bench_selection import ROOT, describe_run, draw_ratio, name_commit, summarise, time_in_turn
-from rich import box
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from timing import (
+    RESULTS,
+    SPREAD,
+    Device,
+    Out,
+    RoundMs,
+    Rounds,
+    StepMs,
+    describe_run,
+    draw_ratio,
+    make_table,
+    open_console,
+    share_of_step,
+    summarise,
+    summarise_all,
+    summarise_ratio,
+    time_in_turn,
+    write_results,
+)
 
 from tetris_sglang.selection import (
     AcceptanceHistory,
@@ -30,40 +43,29 @@ from tetris_sglang.selection import (
 )
 
 BATCHES = [1, 16, 64, 256, 1024]
-RESULT = ROOT / "benchmarks/results/calibration.json"
-TIMED = ["tetris_sglang/selection", "benchmarks/bench_calibration.py"]
 PARTS = ["apply_level", "apply_all", "outcomes", "history", "observe", "refresh", "select"]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
-    step_ms: Annotated[
-        float | None, typer.Option(help="time of a step of the demo pair, to print calibration's share of it")
-    ] = None,
+    out: Out = RESULTS / "calibration.json",
+    step_ms: StepMs = None,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
-    rounds: Annotated[int, typer.Option(min=3, help="timing rounds per cell")] = 15,
-    round_ms: Annotated[float, typer.Option(help="least time that each part runs in a round")] = 2.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    rounds: Rounds = 15,
+    round_ms: RoundMs = 2.0,
+    device: Device = "cpu",
     seed: int = 0,
 ) -> None:
     """Time calibration for batch 1..1024."""
-    if step_ms is not None and not step_ms > 0:
-        raise typer.BadParameter(f"must be above 0, got {step_ms}", param_hint="--step-ms")
-    torch.set_num_threads(1)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = open_console()
     results = [
         measure(batch, depth, rounds, round_ms, device, seed)
         for batch in track(BATCHES, description="calibration", console=console)
     ]
     for result in results:
-        result["step_share"] = None if step_ms is None else result["step_us"]["median"] / (1000 * step_ms)
+        result["step_share"] = share_of_step(result["step_us"], step_ms)
     console.print(draw_table(results, depth, step_ms))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    provenance = describe_run(device, seed) | {"commit": name_commit(TIMED), "depth": depth, "rounds": rounds}
-    out.write_text(
-        json.dumps({"provenance": provenance, "step_ms": step_ms, "results": results}, indent=1) + "\n"
-    )
-    console.print(f"written: {out}")
+    provenance = describe_run(device, seed=seed, depth=depth, rounds=rounds)
+    write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
 
 
 def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
@@ -96,33 +98,21 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
         )
     ]
 
-    def ratio(other: str) -> dict[str, float]:
-        return summarise([mine / its for mine, its in zip(steps_us, elapsed_us[other], strict=True)])
-
     return {
         "batch": batch,
         "refresh_every": refresh_every,
-        **{f"{name}_us": summarise(samples) for name, samples in elapsed_us.items()},
+        **summarise_all(elapsed_us),
         "step_us": summarise(steps_us),
-        "step_over_select": ratio("select"),
-        "step_over_copy": ratio("copy"),
+        "step_over_select": summarise_ratio(steps_us, elapsed_us["select"]),
+        "step_over_copy": summarise_ratio(steps_us, elapsed_us["copy"]),
     }
 
 
 def draw_table(results: list[dict], depth: int, step_ms: float | None) -> Table:
-    table = Table(
-        "batch",
-        *(name.replace("_", " ") for name in PARTS),
-        "step",
-        "step / select",
-        title=f"D = {depth}; microseconds, median ± half the spread between quartiles",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
+    columns = ["batch", *(name.replace("_", " ") for name in PARTS), "step", "step / select"]
     if step_ms is not None:
-        table.add_column(f"of {step_ms:g} ms")
-    for column in table.columns:
-        column.justify, column.no_wrap = "right", True
+        columns.append(f"of {step_ms:g} ms")
+    table = make_table(*columns, title=f"D = {depth}; microseconds, {SPREAD}")
     for result in results:
         cells = [draw_ratio(result[f"{name}_us"]) for name in [*PARTS, "step"]]
         share = [] if step_ms is None else [f"{result['step_share']:.2%}"]

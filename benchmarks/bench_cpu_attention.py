@@ -6,29 +6,33 @@
 Timed is one layer's attention over a planned pass (gather keys and values, attend, give back packed rows) and,
 apart, the plan, which all layers of a pass share. The references: one request after the other, as
 SGLang's `torch_native` does, and all requests padded to the longest. `--variants` also times ways to compute the same that were tried and not chosen.
-Outputs are compared first. Method as in bench_selection.py: CPU time of one thread, candidates in turn within a
-round, ratios within a round, median and half the spread between quartiles.
+Outputs are compared first. Timed as timing.py says.
 """
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 import typer
-from bench_selection import ROOT, count_calls, describe_run, draw_ratio, summarise, time_us
-from rich import box
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from timing import (
+    RESULTS,
+    Out,
+    RoundMs,
+    Rounds,
+    describe_run,
+    draw_ratio,
+    make_table,
+    open_console,
+    summarise_ratio,
+    time_in_turn,
+    write_results,
+)
 
-RESULT = ROOT / "benchmarks/results/cpu_attention.json"
 HEAD_DIM = 64
 CACHE_SLOTS = 32768
 # Queries of each request in turn: a decode step, verification of chains of 3 and 6, and of ragged chains.
@@ -189,7 +193,7 @@ VARIANTS = ("advanced_indexing", "boolean_mask", "grouped_query_kernel", "repeat
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
+    out: Out = RESULTS / "cpu_attention.json",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     heads: Annotated[str, typer.Option(help="query/key-value heads, comma-separated")] = "8/2,12/4,4/4",
     batches: Annotated[str, typer.Option(help="requests in a pass")] = "1,4,16",
@@ -197,13 +201,12 @@ def main(
         str, typer.Option(help="longest cache; requests lie between half of it and all")
     ] = "50,300,700",
     variants: Annotated[bool, typer.Option(help="also time the ways that lost")] = False,
-    rounds: Annotated[int, typer.Option(min=3, help="timing rounds per cell")] = 9,
-    round_ms: Annotated[float, typer.Option(help="least time that each candidate runs in a round")] = 3.0,
+    rounds: Rounds = 9,
+    round_ms: RoundMs = 3.0,
     seed: int = 0,
 ) -> None:
     """Time one layer's attention per kind of pass, batch, cache length and heads."""
-    torch.set_num_threads(1)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = open_console()
     candidates = ("loop_over_requests", "one_group", *(VARIANTS if variants else ()))
     cells = [
         (kind, pair, int(batch), int(kv))
@@ -222,10 +225,8 @@ def main(
     for name in candidates:
         console.print(draw(results, name))
     console.print(draw(results, "plan"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    provenance = describe_run("cpu", seed) | {"commit": commit(), "dtype": dtype}
-    out.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
-    console.print(f"written: {out}")
+    provenance = describe_run(seed=seed, dtype=dtype)
+    write_results(out, console, provenance=provenance, results=results)
 
 
 def measure(work: Pass, candidates: tuple[str, ...], rounds: int, round_ms: float) -> dict:
@@ -237,21 +238,10 @@ def measure(work: Pass, candidates: tuple[str, ...], rounds: int, round_ms: floa
     for name in candidates:
         tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2
         torch.testing.assert_close(calls[name](), expected, atol=tolerance, rtol=tolerance)
-    counts = {name: count_calls(call, round_ms, "cpu") for name, call in calls.items()}
-    elapsed = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            elapsed[name].append(time_us(call, counts[name], "cpu") / counts[name])
-    ratios = {
-        name: summarise(
-            [mine / its for mine, its in zip(elapsed["backend_layer"], elapsed[name], strict=True)]
-        )
-        for name in candidates
-    }
-    ratios["plan"] = summarise(
-        [plan / layer for plan, layer in zip(elapsed["plan"], elapsed["backend_layer"], strict=True)]
-    )
-    return ratios
+    elapsed_us = time_in_turn(calls, rounds, round_ms, "cpu")
+    layer_us = elapsed_us["backend_layer"]
+    ratios = {name: summarise_ratio(layer_us, elapsed_us[name]) for name in candidates}
+    return ratios | {"plan": summarise_ratio(elapsed_us["plan"], layer_us)}
 
 
 def draw(results: list[dict], name: str) -> Table:
@@ -262,30 +252,11 @@ def draw(results: list[dict], name: str) -> Table:
     }
     columns = list(dict.fromkeys((cell["batch"], cell["kv"]) for cell in results))
     title = titles.get(name, f"a layer, over {name.replace('_', ' ')}")
-    table = Table(
-        "heads",
-        "pass",
-        *(f"{b} x {kv}" for b, kv in columns),
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
+    table = make_table("heads", "pass", *(f"{b} x {kv}" for b, kv in columns), title=title)
     for pair, kind in dict.fromkeys((cell["heads"], cell["pass"]) for cell in results):
         row = [cell for cell in results if (cell["heads"], cell["pass"]) == (pair, kind)]
         table.add_row(pair, kind, *(draw_ratio(cell[name]) for cell in row))
     return table
-
-
-def commit() -> str | None:
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run(
-        [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-    )
-    if head.returncode:
-        return None
-    timed = ["tetris_sglang/runtime/cpu", "benchmarks/bench_cpu_attention.py"]
-    clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *timed], check=False).returncode == 0
-    return head.stdout.strip() + ("" if clean else "-dirty")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ from typing import Annotated
 import torch
 import triton
 import typer
-from bench_selection import BATCHES, describe_run, name_commit, summarise
+from bench_selection import BATCHES
 from rich.console import Console
 from rich.progress import track
+from timing import describe_run, summarise, summarise_ratio
 
 from tetris_sglang.kernels.accept import accept_rows
 from tetris_sglang.kernels.pack import pack_rows
@@ -30,12 +31,6 @@ from tetris_sglang.kernels.select import fits_one_launch, select_drafts
 from tetris_sglang.selection import select_prefixes, survival_from_probs
 
 DEPTHS = [2, 4, 6, 8, 16]
-TIMED = [
-    "tetris_sglang/kernels",
-    "tetris_sglang/selection",
-    "tetris_sglang/acceptance",
-    "benchmarks/bench_kernels.py",
-]
 CONTEXT = 4096
 
 Way = Callable[[], object]
@@ -67,14 +62,15 @@ def main(
                     | {"one_launch": operation != "select" or fits_one_launch(batch, depth)}
                     | time_ways(ways, rounds, calls)
                 )
-    provenance = describe_run("cuda", seed) | {
-        "clock": "CUDA events",
-        "commit": name_commit(TIMED),
-        "triton": triton.__version__,
-        "tokens_per_request": tokens_per_request,
-        "rounds": rounds,
-        "calls": calls,
-    }
+    provenance = describe_run(
+        "cuda",
+        seed=seed,
+        clock="CUDA events",
+        triton=triton.__version__,
+        tokens_per_request=tokens_per_request,
+        rounds=rounds,
+        calls=calls,
+    )
     print(json.dumps({"provenance": provenance, "results": results}, indent=1))
 
 
@@ -157,8 +153,7 @@ def time_ways(ways: dict[str, Way], rounds: int, calls: int) -> dict[str, object
             elapsed_us[key].append(time_us(run) / calls)
 
     def ratio(mine: str, theirs: str) -> dict[str, float]:
-        pairs = zip(elapsed_us[mine, "graph"], elapsed_us[theirs, "graph"], strict=True)
-        return summarise([one / other for one, other in pairs])
+        return summarise_ratio(elapsed_us[mine, "graph"], elapsed_us[theirs, "graph"])
 
     figures: dict[str, object] = {
         f"{name}_{mode}_us": summarise(samples) for (name, mode), samples in elapsed_us.items()

@@ -2,24 +2,36 @@
 
     python benchmarks/bench_ngram.py --step-ms 80
 
-Timed as in bench_selection.py: in turn within each round, ratios within a round, median and quartiles over the
-rounds; on a CPU one thread, by the CPU time it used. The texts are random with 1 / rank frequencies, full up to the
-context, every fourth one periodic: matches of every length.
+Timed as timing.py says. The texts are random with 1 / rank frequencies, full up to the context, every fourth one periodic:
+matches of every length.
 """
 
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from bench_selection import ROOT, count_calls, describe_run, draw_ratio, name_commit, summarise, time_us
-from rich import box
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from timing import (
+    RESULTS,
+    SPREAD,
+    Device,
+    Out,
+    RoundMs,
+    Rounds,
+    StepMs,
+    describe_run,
+    draw_ratio,
+    make_table,
+    open_console,
+    share_of_step,
+    summarise,
+    summarise_ratio,
+    time_in_turn,
+    title_of_shares,
+    write_results,
+)
 from torch import Tensor
 
 from tetris_sglang.drafting import look_up_reference, propose_by_lookup
@@ -27,63 +39,44 @@ from tetris_sglang.drafting import look_up_reference, propose_by_lookup
 BATCHES = [1, 4, 16, 64, 256]
 CONTEXTS = [128, 512, 2048, 8192]
 VOCABULARY = 32000
-RESULT = ROOT / "benchmarks/results/ngram.json"
-TIMED = ["tetris_sglang/drafting", "benchmarks/bench_ngram.py"]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
-    step_ms: Annotated[
-        float | None, typer.Option(help="time of a step of the demo pair, to print drafting's share of it")
-    ] = None,
+    out: Out = RESULTS / "ngram.json",
+    step_ms: StepMs = None,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per branch")] = 6,
     branches: Annotated[int, typer.Option(min=1, help="of the ways timed, the one with branches")] = 4,
     max_match: Annotated[int, typer.Option(min=1, help="tokens compared at most")] = 8,
-    rounds: Annotated[int, typer.Option(min=3, help="timing rounds per cell")] = 9,
-    round_ms: Annotated[float, typer.Option(help="least time that each way runs in a round")] = 2.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    rounds: Rounds = 9,
+    round_ms: RoundMs = 2.0,
+    device: Device = "cpu",
     seed: int = 0,
 ) -> None:
     """Time drafting for batch 1..256 and context 128..8192."""
-    if step_ms is not None and not step_ms > 0:
-        raise typer.BadParameter(f"must be above 0, got {step_ms}", param_hint="--step-ms")
-    torch.set_num_threads(1)
+    console = open_console()
     cells = [(batch, context) for context in CONTEXTS for batch in BATCHES]
-    console = Console(width=None if sys.stdout.isatty() else 110)
     results = [
         measure(batch, context, depth, branches, max_match, rounds, round_ms, device, seed)
         for batch, context in track(cells, description="n-gram drafts", console=console)
     ]
     for result in results:
-        result["step_share"] = None if step_ms is None else result["chain_us"]["median"] / (1000 * step_ms)
-    spread = "median ± half the spread between quartiles"
-    console.print(
-        draw_table(
-            results, f"a chain over a copy of the windows; {spread}", lambda cell: cell["chain_over_copy"]
-        ),
-        draw_table(
-            results, f"{branches} branches over one; {spread}", lambda cell: cell["branches_over_chain"]
-        ),
-        draw_table(
-            results, f"the last half over all of the context; {spread}", lambda cell: cell["half_over_chain"]
-        ),
-        draw_table(results, f"microseconds for a chain; {spread}", lambda cell: cell["chain_us"]),
-    )
-    if step_ms is not None:
-        title = f"share of a step of {step_ms:g} ms; holds in the rows near the batch that it was measured at"
-        console.print(draw_table(results, title, lambda cell: f"{cell['step_share']:.2%}"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    provenance = describe_run(device, seed) | {
-        "commit": name_commit(TIMED),
-        "depth": depth,
-        "branches": branches,
-        "max_match": max_match,
-        "rounds": rounds,
+        result["step_share"] = share_of_step(result["chain_us"], step_ms)
+    titles = {
+        "chain_over_copy": "a chain over a copy of the windows",
+        "branches_over_chain": f"{branches} branches over one",
+        "half_over_chain": "the last half over all of the context",
+        "chain_us": "microseconds for a chain",
     }
-    out.write_text(
-        json.dumps({"provenance": provenance, "step_ms": step_ms, "results": results}, indent=1) + "\n"
+    for name, title in titles.items():
+        console.print(
+            draw_table(results, f"{title}; {SPREAD}", lambda cell, name=name: draw_ratio(cell[name]))
+        )
+    if step_ms is not None:
+        console.print(draw_table(results, title_of_shares(step_ms), lambda cell: f"{cell['step_share']:.2%}"))
+    provenance = describe_run(
+        device, seed=seed, depth=depth, branches=branches, max_match=max_match, rounds=rounds
     )
-    console.print(f"written: {out}")
+    write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
 
 
 def measure(
@@ -108,15 +101,10 @@ def measure(
         "half": lambda: propose_by_lookup(history, rows, lens, window=context // 2, **kwargs),
         "copy": lambda: history.index_select(0, rows),
     }
-    with torch.inference_mode():
-        calls = {name: count_calls(way, round_ms, device) for name, way in ways.items()}
-        elapsed_us: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds):
-            for name, way in ways.items():
-                elapsed_us[name].append(time_us(way, calls[name], device) / calls[name])
+    elapsed_us = time_in_turn(ways, rounds, round_ms, device)
 
     def ratio(name: str, other: str) -> dict[str, float]:
-        return summarise([mine / its for mine, its in zip(elapsed_us[name], elapsed_us[other], strict=True)])
+        return summarise_ratio(elapsed_us[name], elapsed_us[other])
 
     return {
         "batch": batch,
@@ -149,21 +137,10 @@ def check(history: Tensor, depth: int, branches: int, max_match: int) -> None:
         assert proposal.tokens[row].tolist() == [branch.tokens for branch in expected]
 
 
-def draw_table(results: list[dict], title: str, read_cell: Callable[[dict], dict | str]) -> Table:
-    table = Table(
-        "batch",
-        *(f"context {context}" for context in CONTEXTS),
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    for column in table.columns:
-        column.justify, column.no_wrap = "right", True
+def draw_table(results: list[dict], title: str, draw_cell: Callable[[dict], str]) -> Table:
+    table = make_table("batch", *(f"context {context}" for context in CONTEXTS), title=title)
     for batch in BATCHES:
-        values = [read_cell(result) for result in results if result["batch"] == batch]
-        table.add_row(
-            str(batch), *(value if isinstance(value, str) else draw_ratio(value) for value in values)
-        )
+        table.add_row(str(batch), *(draw_cell(result) for result in results if result["batch"] == batch))
     return table
 
 

@@ -2,23 +2,29 @@
 
     python benchmarks/bench_planning.py --step-ms 80
 
-Timed as in bench_selection.py: in turn within each round, median and quartiles over the rounds; on a CPU one thread, by
-the CPU time it used. The reference chooses by going through the same candidates one by one.
+Timed as timing.py says. The reference chooses by going through the same candidates one by one.
 """
 
-import json
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
 import typer
-from bench_selection import ROOT, describe_run, name_commit, summarise, time_in_turn
-from rich import box
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from timing import (
+    RESULTS,
+    Device,
+    Out,
+    RoundMs,
+    Rounds,
+    StepMs,
+    describe_run,
+    make_table,
+    open_console,
+    summarise_all,
+    time_in_turn,
+    write_results,
+)
 
 from tetris_sglang.capacity import (
     AcceptCurves,
@@ -33,8 +39,6 @@ from tetris_sglang.capacity import (
 from tetris_sglang.selection import survival_from_probs
 
 BATCHES = [1, 4, 16, 64, 256]
-RESULT = ROOT / "benchmarks/results/planning.json"
-TIMED = ["tetris_sglang/capacity", "benchmarks/bench_planning.py"]
 PARTS = ["choose", "choose_one_by_one", "learn", "curves", "copy"]
 SEED = PassTimes(
     {rows: 0.02 + 0.0005 * rows for rows in (1, 4, 16, 64, 256)},
@@ -45,36 +49,28 @@ SEED = PassTimes(
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
-    step_ms: Annotated[float, typer.Option(help="time of a step, to print planning's share of it")] = 80.0,
+    out: Out = RESULTS / "planning.json",
+    step_ms: StepMs = 80.0,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
-    rounds: Annotated[int, typer.Option(min=3, help="timing rounds per cell")] = 15,
-    round_ms: Annotated[float, typer.Option(help="least time that each part runs in a round")] = 2.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda: where the curves are measured")] = "cpu",
+    rounds: Rounds = 15,
+    round_ms: RoundMs = 2.0,
+    device: Device = "cpu",
     seed: int = 0,
 ) -> None:
-    """Time planning for batch 1..256."""
-    torch.set_num_threads(1)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    """Time planning for batch 1..256; the curves are measured on the device."""
+    console = open_console()
     results = [
         measure(batch, depth, rounds, round_ms, device, seed)
         for batch in track(BATCHES, description="planning", console=console)
     ]
-    table = Table(
-        "batch",
-        *(f"{part.replace('_', ' ')}, us" for part in PARTS),
-        f"of {step_ms:g} ms",
-        box=box.SIMPLE_HEAD,
-    )
+    table = make_table("batch", *(f"{part.replace('_', ' ')}, us" for part in PARTS), f"of {step_ms:g} ms")
     for result in results:
         cells = (f"{result[f'{part}_us']['median']:.0f}" for part in PARTS)
         step_us = sum(result[f"{part}_us"]["median"] for part in ("choose", "learn", "curves"))
-        table.add_row(str(result["batch"]), *cells, f"{step_us / (10 * step_ms):.2f}%")
+        table.add_row(str(result["batch"]), *cells, f"{step_us / (1000 * step_ms):.2%}")
     console.print(table)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    provenance = describe_run(device, seed) | {"commit": name_commit(TIMED), "depth": depth, "rounds": rounds}
-    out.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
-    console.print(f"written: {out}")
+    provenance = describe_run(device, seed=seed, depth=depth, rounds=rounds)
+    write_results(out, console, provenance=provenance, results=results)
 
 
 def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
@@ -109,7 +105,7 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
         "copy": lambda: probs.clone(),
     }
     elapsed_us = time_in_turn(parts, rounds, round_ms, device)
-    return {"batch": batch, **{f"{name}_us": summarise(samples) for name, samples in elapsed_us.items()}}
+    return {"batch": batch, **summarise_all(elapsed_us)}
 
 
 if __name__ == "__main__":

@@ -2,61 +2,66 @@
 
     python benchmarks/bench_precedent.py --step-ms 80
 
-Timed as in bench_selection.py: in turn within each round, ratios within a round, median and quartiles over the rounds;
-on a CPU one thread, by the CPU time it used. `drafts` is what the same chains cost without a precedent; a step is the
+Timed as timing.py says. `drafts` is what the same chains cost without a precedent; a step is the
 lookup, the drafts with it less those without, and learning.
 """
 
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from bench_selection import ROOT, describe_run, draw_ratio, name_commit, summarise, time_in_turn
-from rich import box
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from timing import (
+    RESULTS,
+    SPREAD,
+    Device,
+    Out,
+    RoundMs,
+    Rounds,
+    StepMs,
+    describe_run,
+    draw_ratio,
+    make_table,
+    open_console,
+    share_of_step,
+    summarise,
+    summarise_all,
+    time_in_turn,
+    write_results,
+)
 
 from tetris_sglang.drafting import INITIAL_OFFSETS, ChainGrower, Precedent, Proposal, find_precedent
 from tetris_sglang.runtime.learning import RequestsCalibration
 from tetris_sglang.selection import Calibration, EvidenceOffsets
 
 BATCHES = [1, 16, 64, 256]
-RESULT = ROOT / "benchmarks/results/precedent.json"
-TIMED = ["tetris_sglang/drafting", "tetris_sglang/selection", "benchmarks/bench_precedent.py"]
 PARTS = ["lookup", "drafts_with", "drafts", "learn"]
 VOCABULARY = 2000
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
-    step_ms: Annotated[float, typer.Option(help="time of a step, to print this share of it")] = 80.0,
+    out: Out = RESULTS / "precedent.json",
+    step_ms: StepMs = None,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
     context: Annotated[int, typer.Option(min=16, help="columns that are searched")] = 512,
-    rounds: Annotated[int, typer.Option(min=3, help="timing rounds per cell")] = 15,
-    round_ms: Annotated[float, typer.Option(help="least time that each part runs in a round")] = 2.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    rounds: Rounds = 15,
+    round_ms: RoundMs = 2.0,
+    device: Device = "cpu",
     seed: int = 0,
 ) -> None:
     """Time precedents for batch 1..256."""
-    torch.set_num_threads(1)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = open_console()
     results = [
         measure(batch, depth, context, rounds, round_ms, device, seed)
         for batch in track(BATCHES, description="precedents", console=console)
     ]
+    for result in results:
+        result["step_share"] = share_of_step(result["step_us"], step_ms)
     console.print(draw_table(results, depth, context, step_ms))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    provenance = describe_run(device, seed) | {"commit": name_commit(TIMED)}
-    provenance |= {"depth": depth, "context": context, "rounds": rounds}
-    out.write_text(
-        json.dumps({"provenance": provenance, "step_ms": step_ms, "results": results}, indent=1) + "\n"
-    )
-    console.print(f"written: {out}")
+    provenance = describe_run(device, seed=seed, depth=depth, context=context, rounds=rounds)
+    write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
 
 
 def measure(
@@ -90,29 +95,18 @@ def measure(
         lookup + (drafts_with - drafts) + learn
         for lookup, drafts_with, drafts, learn in zip(*(elapsed_us[part] for part in PARTS), strict=True)
     ]
-    return {
-        "batch": batch,
-        **{f"{part}_us": summarise(samples) for part, samples in elapsed_us.items()},
-        "step_us": summarise(steps_us),
-    }
+    return {"batch": batch, **summarise_all(elapsed_us), "step_us": summarise(steps_us)}
 
 
-def draw_table(results: list[dict], depth: int, context: int, step_ms: float) -> Table:
-    table = Table(
-        "batch",
-        *(part.replace("_", " ") for part in PARTS),
-        "step",
-        f"of {step_ms:g} ms",
-        title=f"D = {depth}, {context} columns; microseconds, median ± half the spread between quartiles",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    for column in table.columns:
-        column.justify, column.no_wrap = "right", True
+def draw_table(results: list[dict], depth: int, context: int, step_ms: float | None) -> Table:
+    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "step"]
+    if step_ms is not None:
+        columns.append(f"of {step_ms:g} ms")
+    table = make_table(*columns, title=f"D = {depth}, {context} columns; microseconds, {SPREAD}")
     for result in results:
         cells = [draw_ratio(result[f"{part}_us"]) for part in [*PARTS, "step"]]
-        share = result["step_us"]["median"] / (1000 * step_ms)
-        table.add_row(str(result["batch"]), *cells, f"{share:.2%}")
+        share = [] if step_ms is None else [f"{result['step_share']:.2%}"]
+        table.add_row(str(result["batch"]), *cells, *share)
     return table
 
 

@@ -2,12 +2,9 @@
 
     python benchmarks/bench_recording.py --step-ms 80
 
-Timed as in bench_selection.py: in turn within each round, median and quartiles over the rounds; on a CPU one thread, by
-the CPU time it used. `off` is all that a step does without a recorder: it asks twice whether there is one.
+Timed as timing.py says. `off` is all that a step does without a recorder: it asks twice whether there is one.
 """
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,11 +13,22 @@ from typing import Annotated
 
 import torch
 import typer
-from bench_selection import ROOT, describe_run, name_commit, summarise, time_in_turn
-from rich import box
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from timing import (
+    RESULTS,
+    Device,
+    Out,
+    RoundMs,
+    Rounds,
+    StepMs,
+    describe_run,
+    make_table,
+    open_console,
+    share_of_step,
+    summarise_all,
+    time_in_turn,
+    write_results,
+)
 
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.drafting import TreeGrower, make_grid
@@ -30,39 +38,31 @@ from tetris_sglang.runtime.recording import StepRecorder
 
 BATCHES = [1, 4, 16, 64, 256]
 BRANCHES = 3
-RESULT = ROOT / "benchmarks/results/recording.json"
-TIMED = ["tetris_sglang/runtime/recording.py", "tetris_sglang/runtime/learning.py", "tetris_sglang/drafting",
-         "tetris_sglang/trace.py", "benchmarks/bench_recording.py"]  # fmt: skip
 PARTS = ["chains", "trees", "off"]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
-    step_ms: Annotated[float, typer.Option(help="time of a step, to print recording's share of it")] = 80.0,
+    out: Out = RESULTS / "recording.json",
+    step_ms: StepMs = 80.0,
     depth: Annotated[int, typer.Option(min=1, help="levels drafted per request")] = 6,
-    rounds: Annotated[int, typer.Option(min=3, help="timing rounds per cell")] = 15,
-    round_ms: Annotated[float, typer.Option(help="least time that each part runs in a round")] = 2.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda: where drafts are")] = "cpu",
+    rounds: Rounds = 15,
+    round_ms: RoundMs = 2.0,
+    device: Device = "cpu",
     seed: int = 0,
 ) -> None:
     """Time recording for batch 1..256; the file goes to the folder for temporary files."""
-    torch.set_num_threads(1)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = open_console()
     results = [
         measure(batch, depth, rounds, round_ms, device, seed)
         for batch in track(BATCHES, description="recording", console=console)
     ]
-    table = Table(
-        "batch", *(f"{part}, us" for part in PARTS), f"chains, of {step_ms:g} ms", box=box.SIMPLE_HEAD
-    )
+    table = make_table("batch", *(f"{part}, us" for part in PARTS), f"chains, of {step_ms:g} ms")
     for result in results:
         cells = (f"{result[f'{part}_us']['median']:.3g}" for part in PARTS)
-        table.add_row(str(result["batch"]), *cells, f"{result['chains_us']['median'] / (10 * step_ms):.2f}%")
+        table.add_row(str(result["batch"]), *cells, f"{share_of_step(result['chains_us'], step_ms):.2%}")
     console.print(table)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    provenance = describe_run(device, seed) | {"commit": name_commit(TIMED), "depth": depth, "rounds": rounds}
-    out.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
-    console.print(f"written: {out}")
+    provenance = describe_run(device, seed=seed, depth=depth, rounds=rounds)
+    write_results(out, console, provenance=provenance, results=results)
 
 
 def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
@@ -81,7 +81,7 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
             "off": off,
         }
         elapsed_us = time_in_turn(parts, rounds, round_ms, device)
-    return {"batch": batch, **{f"{name}_us": summarise(samples) for name, samples in elapsed_us.items()}}
+    return {"batch": batch, **summarise_all(elapsed_us)}
 
 
 def draft_chains(batch: int, depth: int) -> Proposal:
@@ -112,11 +112,17 @@ def make_step(proposal: Proposal, depth: int, device: str, path: Path) -> Callab
     verify_lens, slots = torch.full_like(nothing, num_nodes + 1), torch.arange(batch, device=device)
     config = TetrisConfig(depth, float(num_nodes), None, record=path)
     recorder = StepRecorder(
-        config, draft="standalone", topk=1, num_nodes=num_nodes, num_slots=batch, device=device
+        config,
+        draft="standalone",
+        topk=1,
+        num_nodes=num_nodes,
+        num_continued=0,
+        num_slots=batch,
+        device=device,
     )
 
     def record() -> None:
-        recorder.add(proposal, grid, accepted, verify_lens, slots)
+        recorder.add(proposal, grid, accepted, verify_lens, slots, depth)
         recorder.write()
 
     return record

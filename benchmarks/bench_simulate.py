@@ -9,7 +9,6 @@ settings, or replicas behind a router that keeps no queues in mind, run like tha
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -21,11 +20,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench_selection import ROOT, describe_run, name_commit
-from rich import box
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from timing import RESULTS, ROOT, Out, describe_run, make_table, open_console, write_results
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -38,7 +34,6 @@ from tetris_sglang.simulate.reference import simulate_fleet_reference
 from tetris_sglang.simulate.traces import read_rows
 from tetris_sglang.simulate.workload import Lengths, RequestClass, draw_requests, join_rows
 
-RESULT = ROOT / "benchmarks/results/simulate_speed.json"
 BATCHES = (1, 16, 256, 1024, 4096)
 POLICIES = ("none", "sd3", "tetris3+1", "auto")
 REFERENCE_UP_TO = 256
@@ -47,12 +42,12 @@ MILLION = 1e6
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where to write the JSON")] = RESULT,
+    out: Out = RESULTS / "simulate_speed.json",
     rounds: Annotated[int, typer.Option(min=1, help="timing rounds per cell")] = 3,
     round_s: Annotated[float, typer.Option(help="about so many seconds per round")] = 1.0,
 ) -> None:
     """Steps simulated per second at batch 1 to 4096."""
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = open_console()
     with tempfile.TemporaryDirectory() as folder:
         write_trace(Path(folder) / "pair.trace", "standalone")
         rows = read_rows(Path(folder) / "pair.trace")
@@ -62,7 +57,7 @@ def main(
         for batch, policy in track(cells, description="simulating", console=console)
     ]
     cores = os.cpu_count()
-    table = Table(
+    table = make_table(
         *(
             "batch",
             "policy",
@@ -70,8 +65,7 @@ def main(
             f"{cores} cores",
             f"a million steps, {cores} cores",
             "plain engine",
-        ),
-        box=box.SIMPLE_HEAD,
+        )
     )
     for result in results:
         plain = result["reference_steps_per_s"]
@@ -84,13 +78,7 @@ def main(
             f"{plain:,.0f}" if plain else "",
         )
     console.print(table)
-    provenance = describe_run("cpu", 0) | {
-        "clock": "wall clock",
-        "cores": cores,
-        "commit": name_commit(["tetris_sglang/simulate", "benchmarks/bench_simulate.py"]),
-    }
-    out.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
-    console.print(f"written: {out.name}")
+    write_results(out, console, provenance=describe_run(clock="wall clock"), results=results)
 
 
 def measure(rows, batch: int, policy: str, rounds: int, round_s: float) -> dict:

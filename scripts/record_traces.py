@@ -17,6 +17,7 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -26,7 +27,8 @@ from mtp_checkpoint import make_mtp_checkpoint
 from rich.console import Console
 from rich.progress import track
 
-from tetris_sglang.load import generate
+from tetris_sglang.config import find_settings
+from tetris_sglang.load import Completion, generate
 from tetris_sglang.server_process import ServerProcess
 from tetris_sglang.trace import read_trace
 
@@ -44,14 +46,19 @@ class Recording(NamedTuple):
     num_steps: int = 6
     topk: int = 1
     temperature: float = 0.0
+    num_continued: int = 0
+    """Tokens with which chains go on from the request's own text."""
+    calibration: bool = True
+    """Off: the draft's own tokens and probabilities, as SGLang's speculation has them."""
 
     @property
     def num_nodes(self) -> int:
-        return self.num_steps * self.topk
+        return self.num_steps * self.topk + self.num_continued
 
 
 RECORDINGS = {
     "standalone": Recording("draft"),
+    "standalone_continued": Recording("draft", num_continued=6),
     "standalone_tree": Recording("draft", num_steps=5, topk=3),
     "standalone_sampled": Recording("draft", temperature=1.0),
     "eagle": Recording("eagle"),
@@ -99,9 +106,9 @@ def main(
 
 
 def record(
-    recording: Recording, path: Path, prompts: list[str], new_tokens: int, concurrency: int, seed: int
-) -> None:
-    """Serve all prompts once."""
+    recording: Recording, path: Path, prompts: Sequence[str], new_tokens: int, concurrency: int, seed: int
+) -> list[Completion]:
+    """Serve all prompts once; one at a time, requests are numbered as the prompts are."""
     target, draft = PAIR / "target", []
     if recording.draft == MTP:
         target = path.parent / "mtp_checkpoint"
@@ -113,18 +120,22 @@ def record(
         str(concurrency), "--disable-overlap-schedule", "--speculative-algorithm", "TETRIS", *draft,
         "--speculative-num-steps", str(recording.num_steps), "--speculative-eagle-topk", str(recording.topk),
         "--speculative-tetris-capacity-per-request", str(recording.num_nodes), "--speculative-tetris-record", str(path),
+        "--speculative-tetris-calibration", "true" if recording.calibration else "false",
     ]  # fmt: skip
+    if recording.num_continued:
+        arguments += ["--speculative-num-draft-tokens", str(recording.num_nodes + 1)]
     # Settings in the environment are for other servers.
-    for name in [name for name in os.environ if name.startswith("SGLANG_TETRIS_")]:
+    for name in find_settings():
         del os.environ[name]
     with ServerProcess(arguments, path.with_suffix(".log")) as server:
-        generate(
+        completions, _ = generate(
             server.url,
             prompts,
             concurrency=concurrency,
             max_new_tokens=new_tokens,
             temperature=recording.temperature,
         )
+    return completions
 
 
 def compress(recorded: Path, path: Path, described: dict) -> None:

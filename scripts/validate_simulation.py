@@ -1,25 +1,28 @@
 #!/usr/bin/env python
-"""Does `tetris-sglang simulate` predict what real servers on this machine do?
+"""Does `tetris-sglang simulate` predict what `tetris-sglang bench` measured?
 
-    python scripts/validate_simulation.py                    # everything, some 15 minutes
-    python scripts/validate_simulation.py --arms sd1,sd3     # measure these again; other samples are kept
-    python scripts/validate_simulation.py --arms ""          # predict again from what was measured
+    python scripts/validate_simulation.py                          # benchmarks/results/capacity_loads.json; some 10 minutes
+    python scripts/validate_simulation.py --measured bench.json    # closed loops of shipped prompts, the standalone draft, greedy
 
 1. A TETRIS server with automatic capacity starts alone and times its passes, as any does.
-2. Each arm's server runs beside one without speculation, in turns, the waiting one frozen: the shipped prompts, greedy, so many in
-   flight, a fixed number of tokens each. Speed is all output tokens over all seconds, with the first and the last requests in.
-3. Simulated are the same requests: their prompts' lengths, their own recorded drafts, the timed passes. Fitted are two constants to
-   no speculation with one request in flight, the host's time per step and what a prefill costs beyond the passes; and, since such
-   machines are faster in one minute than in the next, a pace per group of servers that took turns: measured over predicted
-   seconds of its runs without speculation. So these are no predictions and are not counted. Speculation's are.
+2. Two servers of the pair before it was inflated (the same function, quicker) write what the comparison's requests were
+   answered, one at a time, and record what was drafted: one the draft's own tokens, which SGLang's speculation verifies; the
+   other what TETRIS drafts from precedents, with chains that go on. That the answers are those of the comparison is checked.
+3. The same requests are simulated in the same order. Fitted are four constants to the runs without speculation and to those of
+   SGLang's own with the fewest drafts: the machine's pace against that of the timed passes, with one row and with more, the
+   host's time per step, and what a prefill costs beyond its pass.
+4. Compared are the other arms' speeds, and their ratios to no speculation, each of its own round as in the bench.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import hashlib
 import json
+import random
 import sys
 import tempfile
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, NamedTuple
@@ -28,385 +31,456 @@ import numpy as np
 import typer
 from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
-from tqdm import tqdm
+from scipy.optimize import least_squares
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "scripts")]
+sys.path[:0] = [str(REPOSITORY / "scripts")]
 
-from bench_selection import describe_run, name_commit
-from fit_ngram import PAIR, write_texts
-from inflate_model import ensure_inflated
-from record_replay import count_positions
-from replay_to_trace import main as write_trace
+from record_traces import Recording, record
 
+from tetris_sglang.bench.arms import REFERENCE, Arm
+from tetris_sglang.bench.command import find_workload
+from tetris_sglang.bench.report import read_arm
+from tetris_sglang.bench.results import Sample, collect_provenance, hash_output, round_key
+from tetris_sglang.bench.settings import Settings
+from tetris_sglang.bench.workloads import SHARED_PREFIX, UNLIKE, Load
 from tetris_sglang.capacity import PassTimes
-from tetris_sglang.load import count_drafts, flush_cache, generate
+from tetris_sglang.pair import PAIR, inflate
 from tetris_sglang.server_process import ServerProcess
 from tetris_sglang.simulate.costs import Calibration, load_pass_times, make_costs
 from tetris_sglang.simulate.engine import Setup
 from tetris_sglang.simulate.fleet import Outcome, simulate_setting
 from tetris_sglang.simulate.policies import make_plans
-from tetris_sglang.simulate.traces import read_rows
+from tetris_sglang.simulate.traces import DraftRows, read_rows
 from tetris_sglang.simulate.workload import Lengths, RequestClass, Requests, join_rows
 
-RESULTS = REPOSITORY / "benchmarks/results/simulate_validation.json"
+RESULTS = REPOSITORY / "benchmarks/results"
+TRACES = REPOSITORY / "build/validate_simulation"
 DEPTH = 6
-DRAFT = ("--speculative-draft-model-path", str(PAIR / "draft"))
-
-
-def standalone(k: int) -> tuple[str, ...]:
-    chain = ("--speculative-num-steps", str(k), "--speculative-num-draft-tokens", str(k + 1))
-    return "--speculative-algorithm", "STANDALONE", *DRAFT, *chain, "--speculative-eagle-topk", "1"
-
-
-def tetris(depth: int, *capacity: str) -> tuple[str, ...]:
-    return "--speculative-algorithm", "TETRIS", *DRAFT, "--speculative-num-steps", str(depth), *capacity
-
-
-ARMS = {
-    "none": (),
-    "sd1": standalone(1),
-    "sd3": standalone(3),
-    "tetris2+2": tetris(4, "--speculative-tetris-capacity-per-request", "2"),
-    "auto": tetris(DEPTH),
+OWN, SERVED = "own", "served"
+RECORDINGS = {
+    OWN: Recording("draft", num_steps=DEPTH, calibration=False),
+    SERVED: Recording("draft", num_steps=DEPTH, num_continued=DEPTH),
 }
-"""Server flags of each of the simulator's policies."""
-PROMPTS = {1: 4, 4: 12, 8: 16, 16: 32}
-"""Concurrency -> prompts per run."""
 BAND = 0.10
 CHUNK_TOKENS = 2048
 """SGLang's default for --chunked-prefill-size on such a machine."""
-RECORDED_TOKENS = 96
-FITTED = ("none", 1)
+LEAST_EQUAL = 0.9
+"""Of the answers: near-ties fall differently in passes of other shapes."""
+
+Orders = dict[tuple[Load, int], list[str]]
+"""The prompts of every run in the order in which they were sent, by load and repeat."""
 
 
-class Prompt(NamedTuple):
-    text: str
-    length: int
+class Texts(NamedTuple):
+    """Prompts, and what the pair writes after them."""
+
+    index: dict[str, int]
+    """By prompt."""
+    prompt_lens: np.ndarray
     """Tokens."""
-    first_row: int
-    """Where its recorded drafts begin."""
+    hashes: list[str]
+    """Of the answers, as the bench has them."""
+    rows: dict[str, DraftRows]
+    """By recording; the last so many texts are the prompts'."""
 
 
 def main(
-    arms: Annotated[
-        str, typer.Option(help="To measure, beside none; empty: none.")
-    ] = "sd1,sd3,tetris2+2,auto",
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Runs per arm and concurrency, each of other prompts.")
-    ] = 2,
-    output_len: Annotated[int, typer.Option(min=2, help="Tokens per request.")] = 64,
-    shape: Annotated[str, typer.Option(help="What the target is inflated to.")] = "cpu-100m",
+    measured: Annotated[Path, typer.Option(help="JSON of tetris-sglang bench.")] = RESULTS
+    / "capacity_loads.json",
+    traces: Annotated[
+        Path, typer.Option(help="Folder of recorded drafts; what is there is not recorded again.")
+    ] = TRACES,
+    most_in_flight: Annotated[
+        int, typer.Option(min=1, help="Leave out larger loads: fewer prompts to record.")
+    ] = 16,
     retime: Annotated[bool, typer.Option(help="Time the passes again.")] = False,
-    out: Annotated[Path, typer.Option(help="JSON; the Markdown and the plot go beside it.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="JSON; the Markdown and the plot go beside it.")] = RESULTS
+    / "simulate_validation.json",
 ) -> None:
-    """Measure real servers, predict them, and print both."""
-    chosen = [arm for arm in arms.split(",") if arm]
-    if unknown := [arm for arm in chosen if arm not in ARMS]:
-        raise typer.BadParameter(f"--arms: no such {', '.join(unknown)}; there are {', '.join(ARMS)}")
-    results: dict[str, Any] = {"samples": [], "pass_times": None}
-    if out.exists():
-        results = json.loads(out.read_text())
-    if "prompts" not in results:
-        results["prompts"] = find_prompts()
-    texts = [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-    prompts = [Prompt(texts[line], length, row) for line, length, row in results["prompts"]]
-    with tempfile.TemporaryDirectory(prefix="validate-simulation-") as name:
-        folder = Path(name)
-        base = (
-            *("--model-path", str(ensure_inflated(PAIR / "target", shape, "float32")), "--dtype", "float32"),
-            *("--random-seed", "0", "--max-running-requests", str(max(PROMPTS))),
-        )
-        if retime or results["pass_times"] is None:
-            results["pass_times"] = time_passes(base, folder)
-            write(results, out)
-        for arm in tqdm(chosen, unit="arm"):
-            kept = [s for s in results["samples"] if s["group"] != arm]
-            results["samples"] = kept + measure_group(arm, base, folder, prompts, repeats, output_len)
-            results["provenance"] = describe_run("cpu", 0) | {
-                "command": "python scripts/validate_simulation.py",
-                "clock": "wall clock",
-                "commit": "of each sample",
-                "shape": shape,
-                "output_len": output_len,
-            }
-            write(results, out)
-        write_trace(folder / "pair.trace", "standalone")
-        one = RequestClass(
-            "pair", read_rows(folder / "pair.trace"), Lengths.parse(10, ""), Lengths.parse(output_len, "")
-        )
-        predict(results, one, prompts, output_len)
-    write(results, out)
+    """Predict what was measured, and print both."""
+    comparison = json.loads(measured.read_text())
+    try:
+        settings = read_settings(comparison)
+    except ValueError as error:
+        raise typer.BadParameter(f"--measured {measured}: {error}") from None
+    samples = [s for s in comparison["samples"] if s["concurrency"] <= most_in_flight]
+    orders = {
+        (load, repeat): find_order(settings, load, repeat)
+        for load, repeat in {(Load.of(s), s["repeat"]) for s in samples}
+    }
+    earlier = json.loads(out.read_text()) if out.exists() else {}
+    passes = time_passes(settings) if retime or "pass_times" not in earlier else earlier["pass_times"]
+    prompts = sorted({text for order in orders.values() for text in order})
+    texts = record_texts(prompts, settings.output_len, traces)
+    check_answers(samples, orders, texts)
+    arms = {name: read_arm(described) for name, described in comparison["arms"].items()}
+    results = {
+        "provenance": collect_provenance() | {"measured": comparison["provenance"]},
+        "pass_times": passes,
+    } | predict(samples, arms, orders, texts, settings, PassTimes.from_json(passes))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
     report(results, out)
 
 
-def write(results: dict[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
+# -- what was measured ---------------------------------------------------------------------------------------------
 
 
-def find_prompts() -> list[tuple[int, int, int]]:
-    """(line in prompts.jsonl, tokens, first recorded row) of those whose continuation was recorded to its full length.
-
-    Kinds in turn. The target writes all of them once more, a few minutes on two cores, since what was recorded does not say
-    which prompt it belongs to.
+def read_settings(comparison: dict[str, Any]) -> Settings:
     """
-    texts = write_texts(PAIR / "target", PAIR / "prompts.jsonl", RECORDED_TOKENS)
-    first_row, kinds = 0, {}
-    for line, text in enumerate(texts):
-        positions = count_positions(text, DEPTH)
-        if positions == RECORDED_TOKENS - DEPTH:
-            kinds.setdefault(text.kind, []).append((line, text.prompt_len, first_row))
-        first_row += positions
-    return [prompt for in_turn in zip(*kinds.values(), strict=False) for prompt in in_turn]
-
-
-def take_prompts(prompts: list[Prompt], concurrency: int, repeat: int) -> list[Prompt]:
-    count = PROMPTS[concurrency]
-    return [prompts[(repeat * count + i) % len(prompts)] for i in range(count)]
-
-
-# -- real servers --------------------------------------------------------------------------------------------------
-
-
-def time_passes(base: tuple[str, ...], folder: Path) -> dict:
-    """Started alone, into a cache of its own."""
-    environment = {"SGLANG_TETRIS_CACHE": str(folder / "cache")}
-    with ServerProcess([*base, *ARMS["auto"]], folder / "passes.log", environment=environment):
-        (path,) = (folder / "cache/pass_times").glob("*.json")
-        return load_pass_times(path).to_json()
-
-
-def measure_group(
-    arm: str, base: tuple[str, ...], folder: Path, prompts: list[Prompt], repeats: int, output_len: int
-) -> list[dict]:
-    samples, servers = [], {}
-    commit = name_commit(["tetris_sglang", "scripts/validate_simulation.py"])
-    with contextlib.ExitStack() as stack:
-        for name in dict.fromkeys(("none", arm)):
-            servers[name] = stack.enter_context(
-                ServerProcess([*base, *ARMS[name]], folder / f"{arm}-{name}.log", start_timeout_s=600)
-            )
-            generate(servers[name].url, [p.text for p in prompts[-8:]], concurrency=4, max_new_tokens=16)
-            servers[name].pause()
-        for repeat in range(repeats):
-            for concurrency in PROMPTS:
-                names = list(servers)[:: -1 if repeat % 2 else 1]
-                for name in names:
-                    taken = take_prompts(prompts, concurrency, repeat)
-                    sample = measure(servers[name], name, taken, concurrency, output_len)
-                    samples.append({"group": arm, "repeat": repeat, **sample, "commit": commit})
-    return samples
-
-
-def measure(
-    server: ServerProcess, arm: str, prompts: list[Prompt], concurrency: int, output_len: int
-) -> dict[str, Any]:
-    texts = [prompt.text for prompt in prompts]
-    server.resume()
-    try:
-        # Brings its weights back into the caches.
-        generate(server.url, texts[:1], concurrency=1, max_new_tokens=8)
-        first_token_s = None
-        if (arm, concurrency) == FITTED:
-            flush_cache(server.url)
-            _, seconds = generate(server.url, texts, concurrency=1, max_new_tokens=1)
-            first_token_s = seconds / len(texts)
-        flush_cache(server.url)
-        completions, seconds = generate(server.url, texts, concurrency=concurrency, max_new_tokens=output_len)
-    finally:
-        server.pause()
-    counts = count_drafts(completion.meta_info for completion in completions)
-    return {
-        "arm": arm,
-        "concurrency": concurrency,
-        "seconds": seconds,
-        "tokens": sum(completion.meta_info["completion_tokens"] for completion in completions),
-        "first_token_s": first_token_s,
-        "verify_steps": counts.verify_steps,
-        "selected": counts.selected,
-        "accepted": counts.accepted,
+    Raises:
+        ValueError: the simulator has no such requests.
+    """
+    settings = Settings(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in comparison["settings"].items()
+        }
+    )
+    obstacles = {
+        "Poisson arrivals": settings.request_rate,
+        "a model of one's own": settings.model_path,
+        "a data set of one's own": settings.dataset_name,
+        "sampled requests": any(settings.temperature) or settings.workload == UNLIKE,
+        "prompts that share prefixes": settings.workload == SHARED_PREFIX,
     }
+    if found := [obstacle for obstacle, is_there in obstacles.items() if is_there]:
+        raise ValueError(f"measured with {', '.join(found)}")
+    return settings
+
+
+def find_order(settings: Settings, load: Load, repeat: int) -> list[str]:
+    """The prompts of a run as sglang.bench_serving sent them (sglang/benchmark/datasets/custom.py shuffles)."""
+    count = load.num_prompts(settings.min_prompts, settings.waves)
+    prompts = find_workload(settings, PAIR).take(count, repeat)
+    random.Random(settings.seed + repeat).shuffle(prompts)
+    return prompts
+
+
+def check_answers(samples: Sequence[Sample], orders: Orders, texts: Texts) -> None:
+    """What was recorded is about what was measured.
+
+    Raises:
+        ValueError: no speculation answered differently.
+    """
+    for sample in samples:
+        if sample["arm"] != REFERENCE:
+            continue
+        order = orders[Load.of(sample), sample["repeat"]]
+        recorded = [texts.hashes[texts.index[prompt]] for prompt in order]
+        equal = np.mean(
+            [mine == theirs for mine, theirs in zip(recorded, sample["output_hashes"], strict=True)]
+        )
+        if equal < LEAST_EQUAL:
+            raise ValueError(
+                f"concurrency {sample['concurrency']}: {equal:.0%} of the answers are those that the pair writes now"
+            )
+
+
+# -- what the simulator needs --------------------------------------------------------------------------------------
+
+
+def time_passes(settings: Settings) -> dict:
+    """Of a server that starts alone, into a cache of its own."""
+    target = inflate(PAIR / "target", settings.shape, settings.dtype)
+    with tempfile.TemporaryDirectory(prefix="validate-simulation-") as name:
+        folder = Path(name)
+        arguments = [
+            *("--model-path", str(target), "--dtype", settings.dtype),
+            *("--max-running-requests", str(max(settings.concurrency)), "--speculative-algorithm", "TETRIS"),
+            *("--speculative-draft-model-path", str(PAIR / "draft"), "--speculative-num-steps", str(DEPTH)),
+        ]
+        environment = {"SGLANG_TETRIS_CACHE": str(folder / "cache")}
+        with ServerProcess(arguments, folder / "passes.log", environment=environment, start_timeout_s=600):
+            (path,) = (folder / "cache/pass_times").glob("*.json")
+            return load_pass_times(path).to_json()
+
+
+def record_texts(prompts: Sequence[str], output_len: int, folder: Path) -> Texts:
+    """Have the pair write after all prompts, once for each of `RECORDINGS`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, answers = {}, []
+    for name, recording in track(RECORDINGS.items(), description="recording drafts"):
+        described = json.dumps([recording, prompts, output_len])
+        path = folder / f"{name}_{hashlib.sha256(described.encode()).hexdigest()[:16]}.trace"
+        answers_path = path.with_suffix(".json")
+        if not answers_path.exists():
+            completions = record(recording, path, prompts, output_len, concurrency=1, seed=0)
+            answers_path.write_text(
+                json.dumps([(hash_output(c.text), c.meta_info["prompt_tokens"]) for c in completions])
+            )
+        answers.append(json.loads(answers_path.read_text()))
+        rows[name] = read_rows(path)
+    hashes, prompt_lens = zip(*answers[-1], strict=True)
+    return Texts({prompt: i for i, prompt in enumerate(prompts)}, np.array(prompt_lens), hashes, rows)
 
 
 # -- predictions ---------------------------------------------------------------------------------------------------
 
 
-def predict(results: dict[str, Any], one: RequestClass, prompts: list[Prompt], output_len: int) -> None:
-    passes, samples = PassTimes.from_json(results["pass_times"]), results["samples"]
-    calibration = calibrate(samples, passes, one, prompts, output_len)
-    outcomes = [
-        simulate(s["arm"], s["concurrency"], s["repeat"], passes, calibration, one, prompts, output_len)
-        for s in samples
-    ]
-    seconds = np.array([s["tokens"] / o.total_tokens_per_s for s, o in zip(samples, outcomes, strict=True)])
-    measured_s = np.array([s["seconds"] for s in samples])
-    tokens = np.array([s["tokens"] for s in samples])
-    paces = {}
-    for group in dict.fromkeys(s["group"] for s in samples):
-        of_none = [i for i, s in enumerate(samples) if (s["group"], s["arm"]) == (group, "none")]
-        paces[group] = float(np.exp(np.log(measured_s[of_none] / seconds[of_none]).mean()))
-    paced_s = seconds * [paces[s["group"]] for s in samples]
-    results |= {"calibration": vars(calibration), "paces": paces, "settings": []}
-    keys = dict.fromkeys((s["arm"], s["concurrency"]) for s in samples)
-    for arm, concurrency in sorted(keys, key=lambda key: (list(ARMS).index(key[0]), key[1])):
-        runs = [i for i, s in enumerate(samples) if (s["arm"], s["concurrency"]) == (arm, concurrency)]
-        mine = [samples[i] for i in runs]
-        speeds = tokens[runs] / measured_s[runs]
-        measured = float(tokens[runs].sum() / measured_s[runs].sum())
-        predicted, unpaced = (float(tokens[runs].sum() / of[runs].sum()) for of in (paced_s, seconds))
+def find_policy(arm: Arm) -> tuple[str, str] | None:
+    """An arm as the simulator's policy and the recording of its drafts; None: the simulator has none."""
+    if arm.draft != "standalone" or arm.topk > 1 or max(arm.k + arm.extra, arm.num_steps) > DEPTH:
+        return None
+    if arm.capacity_tokens:
+        return f"tetris{arm.num_steps}@{arm.capacity_tokens}", SERVED
+    return {
+        REFERENCE: ("none", OWN),
+        "standalone": (f"sd{arm.k}", OWN),
+        "full": (f"sd{arm.k}", SERVED),
+        "tetris": (f"tetris{arm.k}+{arm.extra}", SERVED),
+        "uniform": (f"uniform{arm.k}+{arm.extra}", SERVED),
+        "auto": ("auto", SERVED) if (arm.num_steps, arm.continued) == (DEPTH, DEPTH) else None,
+    }.get(arm.family)
+
+
+class Simulator:
+    """Simulates runs of the comparison.
+
+    Args:
+        arms: by name. orders: the prompts of every run, by load and repeat.
+    """
+
+    def __init__(
+        self, arms: dict[str, Arm], orders: Orders, texts: Texts, settings: Settings, passes: PassTimes
+    ) -> None:
+        self._arms, self._orders, self._texts = arms, orders, texts
+        self._settings, self._passes = settings, passes
+        # Groups of servers share their references.
+        self.run = functools.cache(self._run)
+        lengths = (
+            Lengths.parse(int(np.median(texts.prompt_lens)), ""),
+            Lengths.parse(settings.output_len, ""),
+        )
+        self._classes = {name: RequestClass(name, rows, *lengths) for name, rows in texts.rows.items()}
+        self._tables = {name: join_rows([one]) for name, one in self._classes.items()}
+
+    def _run(self, arm: str, load: Load, repeat: int, calibration: Calibration) -> Outcome:
+        policy, drafts = find_policy(self._arms[arm])
+        order = self._orders[load, repeat]
+        taken = np.array([self._texts.index[prompt] for prompt in order])
+        one = self._classes[drafts]
+        # Before the prompts' there is the request with which SGLang warms a server up.
+        first_rows = one.rows.starts[:-1][-len(self._texts.index) :]
+        count, max_running = len(taken), max(self._settings.concurrency)
+        requests = Requests(
+            np.zeros(count),
+            np.zeros(count, np.int32),
+            self._texts.prompt_lens[taken].astype(np.int32),
+            np.full(count, self._settings.output_len, np.int32),
+            first_rows[taken],
+            np.zeros((count, 2)),
+        )
+        costs = make_costs(
+            self._passes,
+            max_running=max_running,
+            num_drafts=one.rows.survival.shape[1],
+            chunk_tokens=CHUNK_TOKENS,
+            calibration=calibration,
+        )
+        setup = Setup(1, 0, max_running, CHUNK_TOKENS, 10**9, load.concurrency, 0)
+        plans = make_plans(policy, costs, [one], max_running=max_running)
+        return simulate_setting(requests, self._tables[drafts], costs, plans, setup)
+
+    def fit(self, samples: Sequence[Sample]) -> Calibration:
+        """To runs of some arms: their speeds, and no speculation's first token with the fewest requests in flight."""
+        fewest = min(s["concurrency"] for s in samples)
+        firsts_s = [
+            s["ttft_p50_ms"] / 1e3 for s in samples if (s["arm"], s["concurrency"]) == (REFERENCE, fewest)
+        ]
+        scale = self._passes.target_s[1]
+
+        def read(found: Sequence[float]) -> Calibration:
+            pace, row_pace, host, prefill = map(float, found)
+            return Calibration(pace=pace, row_pace=row_pace, host_s=host * scale, prefill_s=prefill * scale)
+
+        def errors(found: np.ndarray) -> list[float]:
+            calibration = read(found)
+            first_s = self.run(REFERENCE, Load(fewest), samples[0]["repeat"], calibration).ttft_p50_ms / 1e3
+            return [
+                *(
+                    self.run(s["arm"], Load.of(s), s["repeat"], calibration).total_tokens_per_s
+                    / s["output_tokens_per_s"]
+                    - 1
+                    for s in samples
+                ),
+                first_s / mean(firsts_s) - 1,
+            ]
+
+        return read(least_squares(errors, (1.0, 1.0, 0.25, 0.25), bounds=(0.0, np.inf), diff_step=1e-3).x)
+
+
+def find_fitted(arms: dict[str, Arm], measured: Collection[str]) -> list[str]:
+    """No speculation, and SGLang's own with the fewest drafts: what anybody has without TETRIS."""
+    own = [name for name in measured if arms[name].family == "standalone" and find_policy(arms[name])]
+    return [REFERENCE, *sorted(own, key=lambda name: arms[name].k)[:1]]
+
+
+def predict(
+    samples: Sequence[Sample],
+    arms: dict[str, Arm],
+    orders: Orders,
+    texts: Texts,
+    settings: Settings,
+    passes: PassTimes,
+) -> dict[str, Any]:
+    """Every measured setting with its prediction, as JSON."""
+    simulator = Simulator(arms, orders, texts, settings, passes)
+    fitted = find_fitted(arms, {s["arm"] for s in samples})
+    calibration = simulator.fit([s for s in samples if s["arm"] in fitted])
+    references = {round_key(s): s for s in samples if s["arm"] == REFERENCE}
+
+    described = []
+    keys = dict.fromkeys((s["arm"], Load.of(s)) for s in samples)
+    for arm, load in track(sorted(keys, key=lambda key: (list(arms).index(key[0]), key[1])), "simulating"):
+        if find_policy(arms[arm]) is None:
+            continue
+        mine = [s for s in samples if (s["arm"], Load.of(s)) == (arm, load)]
+        outcomes = [simulator.run(arm, load, s["repeat"], calibration) for s in mine]
+        without = [simulator.run(REFERENCE, load, s["repeat"], calibration) for s in mine]
         steps = sum(s["verify_steps"] for s in mine)
-        lengths = [outcomes[i].accept_length for i in runs]
-        results["settings"].append(
+        measured = mean(s["output_tokens_per_s"] for s in mine)
+        predicted = mean(outcome.total_tokens_per_s for outcome in outcomes)
+        measured_ratio = mean(
+            s["output_tokens_per_s"] / references[round_key(s)]["output_tokens_per_s"] for s in mine
+        )
+        predicted_ratio = mean(
+            outcome.total_tokens_per_s / reference.total_tokens_per_s
+            for outcome, reference in zip(outcomes, without, strict=True)
+        )
+        lengths = [outcome.accept_length for outcome in outcomes]
+        described.append(
             {
                 "arm": arm,
-                "concurrency": concurrency,
-                "runs": len(runs),
+                "concurrency": load.concurrency,
+                "measured_ratio": measured_ratio,
+                "predicted_ratio": predicted_ratio,
+                "ratio_error": predicted_ratio / measured_ratio - 1,
                 "measured_tokens_per_s": measured,
-                "measured_range": [float(speeds.min()), float(speeds.max())],
                 "predicted_tokens_per_s": predicted,
                 "error": predicted / measured - 1,
-                "error_without_pace": unpaced / measured - 1,
                 "measured_accept_length": 1 + sum(s["accepted"] for s in mine) / steps if steps else None,
                 "predicted_accept_length": mean(lengths) if all(lengths) else None,
-                "is_fitted": arm == "none",
             }
         )
-
-
-def simulate(arm, concurrency, repeat, passes, calibration, one, prompts, output_len) -> Outcome:
-    taken = take_prompts(prompts, concurrency, repeat)
-    count = len(taken)
-    requests = Requests(
-        np.zeros(count),
-        np.zeros(count, np.int32),
-        np.array([prompt.length for prompt in taken], np.int32),
-        np.full(count, output_len, np.int32),
-        np.array([prompt.first_row for prompt in taken]),
-        np.zeros((count, 2)),
-    )
-    max_running = max(PROMPTS)
-    costs = make_costs(
-        passes, max_running=max_running, num_drafts=DEPTH, chunk_tokens=CHUNK_TOKENS, calibration=calibration
-    )
-    setup = Setup(1, 0, max_running, CHUNK_TOKENS, 10**9, concurrency, 0)
-    return simulate_setting(
-        requests, join_rows([one]), costs, make_plans(arm, costs, [one], max_running=max_running), setup
-    )
-
-
-def calibrate(samples, passes, one, prompts, output_len) -> Calibration:
-    """From requests one at a time without speculation, with one token and with all of them."""
-    fitted = [s for s in samples if (s["arm"], s["concurrency"]) == FITTED]
-    first_token_s = mean(s["first_token_s"] for s in fitted)
-    step_s = mean(s["seconds"] / PROMPTS[1] - s["first_token_s"] for s in fitted) / (output_len - 1)
-    free = Calibration(host_s=0.0)
-    alone = simulate("none", 1, 0, passes, free, one, prompts, output_len)
-    host_s = step_s - alone.tpot_p50_ms / 1e3
-    return Calibration(host_s=host_s, prefill_s=first_token_s - host_s - alone.ttft_p50_ms / 1e3)
+    return {"calibration": vars(calibration), "fitted": fitted, "settings": described}
 
 
 # -- report --------------------------------------------------------------------------------------------------------
 
 
-def report(results: dict[str, Any], out: Path) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    headers = (
-        "policy",
-        "in flight",
-        "measured tok/s",
-        "predicted",
-        "error",
-        "accept length",
-        "predicted",
-        "",
+def count_within(settings: Sequence[dict], error: str) -> str:
+    errors = [abs(setting[error]) for setting in settings]
+    within = sum(error <= BAND for error in errors)
+    return f"{within} of {len(errors)} within {BAND:.0%}, mean error {mean(errors):.1%}"
+
+
+def describe(results: dict[str, Any]) -> str:
+    fitted, fit = results["fitted"], results["calibration"]
+    predicted = [s for s in results["settings"] if s["arm"] not in fitted]
+    others = [s for s in results["settings"] if s["arm"] in fitted]
+    return (
+        f"Predicted speeds: {count_within(predicted, 'error')}. Ratios to no speculation: "
+        f"{count_within(predicted, 'ratio_error')}. Fitted to {' and '.join(fitted)} (speeds: {count_within(others, 'error')}): "
+        f"passes take {fit['pace']:.2f} of what was timed, {fit['row_pace']:.2f} of that for every row but the first, the host "
+        f"{fit['host_s'] * 1e3:.1f} ms per step, a prefill {fit['prefill_s'] * 1e3:.1f} ms beyond its pass."
     )
-    lines = []
-    for setting in results["settings"]:
-        within = "within" if abs(setting["error"]) <= BAND else "**outside**"
+
+
+HEADERS = (
+    "arm",
+    "in flight",
+    "ratio to no speculation",
+    "predicted",
+    "error",
+    "output tok/s",
+    "predicted",
+    "error",
+    "accept length",
+    "predicted",
+)
+
+
+def draw_error(error: float) -> str:
+    return f"{error:+.1%}" if abs(error) <= BAND else f"**{error:+.1%}**"
+
+
+def draw_lines(settings: Sequence[dict]) -> Iterator[tuple[str, ...]]:
+    for setting in settings:
         lengths = (setting["measured_accept_length"], setting["predicted_accept_length"])
-        low, high = setting["measured_range"]
-        lines.append(
-            (
-                setting["arm"],
-                str(setting["concurrency"]),
-                f"{setting['measured_tokens_per_s']:.1f} ({low:.1f}..{high:.1f})",
-                f"{setting['predicted_tokens_per_s']:.1f}",
-                f"{setting['error']:+.1%}",
-                f"{setting['error_without_pace']:+.1%}",
-                *(f"{length:.2f}" if length else "" for length in lengths),
-                "fitted" if setting["is_fitted"] else within,
-            )
+        yield (
+            setting["arm"],
+            str(setting["concurrency"]),
+            *(
+                (
+                    f"{setting['measured_ratio']:.2f}",
+                    f"{setting['predicted_ratio']:.2f}",
+                    draw_error(setting["ratio_error"]),
+                )
+                if setting["arm"] != REFERENCE
+                else ("1", "1", "")
+            ),
+            f"{setting['measured_tokens_per_s']:.1f}",
+            f"{setting['predicted_tokens_per_s']:.1f}",
+            draw_error(setting["error"]),
+            *(f"{length:.2f}" if length else "" for length in lengths),
         )
-    table = Table(*headers, box=box.SIMPLE_HEAD)
+
+
+def report(results: dict[str, Any], out: Path) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    lines = list(draw_lines(results["settings"]))
+    table = Table(*HEADERS, box=box.SIMPLE_HEAD)
     for line in lines:
         table.add_row(*(cell.replace("**", "") for cell in line))
     console.print(table)
-    predicted = [setting for setting in results["settings"] if not setting["is_fitted"]]
-
-    def count(error: str, settings: list[dict]) -> str:
-        within = sum(abs(setting[error]) <= BAND for setting in settings)
-        mean_error = mean(abs(setting[error]) for setting in settings)
-        return f"{within} of {len(settings)} settings within {BAND:.0%}, mean error {mean_error:.1%}"
-
-    unfitted = [s for s in results["settings"] if (s["arm"], s["concurrency"]) != FITTED]
-    verdict = (
-        f"Predicted: {count('error', predicted)}. Without paces, no speculation included: "
-        f"{count('error_without_pace', unfitted)}."
-    )
-    console.print(verdict, highlight=False)
-    fit, where = results["calibration"], results["provenance"]
-    commits = ", ".join(sorted({s["commit"] for s in results["samples"]}))
-    made = (
-        f"{where['device']}; commits {commits}; target `{where['shape']}`, float32, greedy, "
-        f"{where['output_len']} tokens per request; range over runs in brackets."
-    )
-    fitted = (
-        f"Fitted to no speculation with one request in flight: {fit['host_s'] * 1e3:.1f} ms of host time per step, "
-        f"{fit['prefill_s'] * 1e3:.1f} ms per prefill beyond the passes. Paces of the groups: "
-        f"{', '.join(f'{group} {pace:.2f}' for group, pace in results['paces'].items())}. {verdict}"
+    console.print(describe(results), highlight=False)
+    made, of = results["provenance"], results["provenance"]["measured"]
+    origin = (
+        f"Measured by `{of['command']}` at commit {of['commit']}, predicted at {made['commit']}; {of['cores']} cores of a "
+        f"{of['cpu']}. In bold what misses {BAND:.0%}."
     )
     text = [
         "# The simulator against real servers",
         "",
-        made,
+        origin,
         "",
-        fitted,
+        describe(results),
         "",
-        "| " + " | ".join(headers) + " |",
-        "|" + "---|" * len(headers),
+        "| " + " | ".join(HEADERS) + " |",
+        "|" + "---|" * len(HEADERS),
         *("| " + " | ".join(line) + " |" for line in lines),
     ]
     out.with_suffix(".md").write_text("\n".join(text) + "\n")
-    plot(results["settings"], out.with_suffix(".png"))
+    plot(results["settings"], results["fitted"], out.with_suffix(".png"))
 
 
-def plot(settings: list[dict], out: Path) -> None:
+def plot(settings: Sequence[dict], fitted: Collection[str], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(5, 5))
-    speeds = [s["measured_tokens_per_s"] for s in settings] + [s["predicted_tokens_per_s"] for s in settings]
-    line = np.array([0.8 * min(speeds), 1.2 * max(speeds)])
+    figure, axes = plt.subplots(figsize=(5.5, 5.5))
+    predicted = [s for s in settings if s["arm"] not in fitted]
+    speeds = [s[f"{kind}_tokens_per_s"] for s in predicted for kind in ("measured", "predicted")]
+    line = np.array([0.9 * min(speeds), 1.1 * max(speeds)])
     axes.fill_between(line, line * (1 - BAND), line * (1 + BAND), alpha=0.15, label=f"within {BAND:.0%}")
     axes.plot(line, line, lw=0.8, color="grey")
-    for arm in dict.fromkeys(s["arm"] for s in settings):
-        mine = [s for s in settings if s["arm"] == arm and not s["is_fitted"]]
-        if not mine:
-            continue
-        axes.plot(
-            [s["measured_tokens_per_s"] for s in mine],
-            [s["predicted_tokens_per_s"] for s in mine],
-            "o",
-            label=arm,
-        )
+    for arm in dict.fromkeys(s["arm"] for s in predicted):
+        mine = [
+            [s[f"{kind}_tokens_per_s"] for s in predicted if s["arm"] == arm]
+            for kind in ("measured", "predicted")
+        ]
+        axes.plot(*mine, "o", label=arm)
     axes.set(xscale="log", yscale="log", xlim=line, ylim=line)
     axes.set(xlabel="measured, output tokens/s", ylabel="predicted, output tokens/s")
     axes.legend()
     figure.savefig(out, dpi=120, bbox_inches="tight")
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,10 @@ import warnings
 from unittest import mock
 
 import pytest
+import torch
+
+# Workers of pytest-xdist share the cores.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +30,18 @@ def plugins() -> None:
         load_plugins()
 
 
+_REPLAYS = "tests/unit/test_calibration_replay.py"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests that share servers in one process; another one runs those with servers of their own, and the rest."""
+    """Tests that share servers, or replays, in one process; another one runs those with servers of their own, and the rest."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ServersTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if not nodeid.startswith("tests/e2e/"):
-                return nodeid
+                return _REPLAYS if nodeid.startswith(_REPLAYS) else nodeid
             has_its_own = "[perfect" in nodeid or nodeid.startswith("tests/e2e/test_bad_start.py")
             return "their own servers" if has_its_own else "shared servers"
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tetris_sglang import __version__
 from tetris_sglang.compat import SUPPORTED_SGLANG, check_sglang_version
-from tetris_sglang.config import DEFAULT_NUM_STEPS, ENV_PREFIX, TetrisConfig
+from tetris_sglang.config import DEFAULT_NUM_STEPS, TetrisConfig, find_settings
 
 ENTRY_POINT_GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
 _ENTRY_POINT = "tetris"
@@ -135,7 +135,7 @@ def _check_entry_points() -> Iterator[Finding]:
 
 
 def _check_variables() -> Iterator[Finding]:
-    given = {name: text for name, text in os.environ.items() if name.startswith(ENV_PREFIX)}
+    given = {name: os.environ[name] for name in find_settings()}
     sound = True
     for name, text in sorted(given.items()):
         try:
@@ -190,6 +190,7 @@ def _check_sglang(server_arguments: list[str]) -> Iterator[Finding]:
 
         for seam in SEAMS:
             yield _check_seam(seam.target, seam.why)
+        yield from _check_overlap_variable()
     missing = inventory.find_missing_symbols()
     for name in missing:
         yield Finding("problem", "symbol", f"{name} is missing in this SGLang. {_SUPPORTED_RELEASE}")
@@ -216,6 +217,15 @@ def _check_device() -> Finding:
         f"CPU, {len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}, "
         f"{psutil.virtual_memory().total / 2**30:.0f} GiB: {platform_name}",
     )
+
+
+def _check_overlap_variable() -> Iterator[Finding]:
+    from tetris_sglang.runtime.cpu.defaults import OVERLAP_VARIABLE, wants_overlap
+
+    try:
+        wants_overlap()
+    except ValueError as error:
+        yield Finding("problem", OVERLAP_VARIABLE, str(error))
 
 
 def _check_seam(target: str, purpose: str) -> Finding:

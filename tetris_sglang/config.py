@@ -19,7 +19,7 @@ ENV_PREFIX = "SGLANG_TETRIS_"
 ARGUMENT_PREFIX = "speculative_tetris_"
 
 # Variables of ours that are no server settings.
-_NOT_SETTINGS = frozenset({"SGLANG_TETRIS_CACHE", "SGLANG_TETRIS_DRAFT_KIND"})
+_NOT_SETTINGS = frozenset({"SGLANG_TETRIS_CACHE", "SGLANG_TETRIS_CPU_OVERLAP", "SGLANG_TETRIS_DRAFT_KIND"})
 
 MAX_NUM_STEPS = 64
 DEFAULT_NUM_STEPS = 6
@@ -230,9 +230,8 @@ class TetrisConfig:
                 f"to serve without speculation."
             )
         values: dict[str, Any] = {}
-        for variable, text in environment.items():
-            if not variable.startswith(ENV_PREFIX) or variable in _NOT_SETTINGS:
-                continue
+        for variable in find_settings(environment):
+            text = environment[variable]
             setting = _BY_VARIABLE.get(variable)
             if setting is None:
                 raise ValueError(
@@ -250,6 +249,11 @@ class TetrisConfig:
         values.setdefault("capacity_per_request", None)
         values.setdefault("capacity_tokens", None)
         return cls(num_steps=num_steps, **values)
+
+
+def find_settings(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables that are read as settings, also those that are none."""
+    return [name for name in environment if name.startswith(ENV_PREFIX) and name not in _NOT_SETTINGS]
 
 
 def export_arguments(

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from tests.e2e.client import Client, Reference
 from tests.e2e.plugins import SWITCHING_PLANS, write_plugin
+from tetris_sglang.runtime.cpu.defaults import OVERLAP_VARIABLE
 from tetris_sglang.server_process import ServerProcess, start_all
 
 REPOSITORY = Path(__file__).parents[2]
@@ -90,6 +91,7 @@ ARGUMENTS = {
         "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, *CRAMPED,
     ],
 }  # fmt: skip
+AS_USERS_HAVE_THEM = ("auto",)
 SWITCHING = ("perfect_switching", "eagle3", "mtp")
 """Those with plugins.SWITCHING_PLANS."""
 # Kept for the session, because other tests than those of one fixture use them.
@@ -138,6 +140,9 @@ class Servers:
         if name in RECORDING:
             arguments += ["--speculative-tetris-record", str(self.trace_path(name))]
         environment = {"SGLANG_TETRIS_CACHE": str(self._log_folder)}
+        if name not in AS_USERS_HAVE_THEM:
+            # What a GPU serves with by default. Two processes run tests, with servers each: threads would wait for each other.
+            environment |= {OVERLAP_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
         if name in SWITCHING:
             environment |= write_plugin(self._log_folder / "plugins", "switching_plans", SWITCHING_PLANS)
         return ServerProcess(

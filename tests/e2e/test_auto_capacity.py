@@ -42,7 +42,7 @@ def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plai
     assert step["verified_rows"] == step["num_requests"] + step["selected_tokens"]
     assert 0 <= step["plain_steps"] <= step["num_steps"]
     assert step["plain_steps"] < step["num_steps"], "the first steps look at the draft"
-    # Under overlap scheduling a step may still be running.
+    # A step may still be running.
     plain_steps = auto.metric("sglang:tetris_plain_steps_total")
     assert after["plain_steps"] <= plain_steps <= auto.tetris_state()["plain_steps"]
 
@@ -62,8 +62,9 @@ def test_it_says_what_it_believes(auto, mixed_prompts):
     assert state["calibration_error"] < state["calibration_error_raw"]
     # Requests' histories were looked at: 1 is what is believed before that.
     assert 0 <= state["history_gain"] <= 1.5 and state["history_gain"] != 1
-    # So was what the texts say: agreement speaks for a draft, contradiction against it.
-    assert state["agreement_offset"] > 0 > state["contradiction_offset"]
+    # So was what the texts say: agreement speaks for a draft, contradiction against it. The latter may stay as it was: where
+    # the text's own token takes the draft's place, nobody contradicts.
+    assert state["agreement_offset"] > 0 >= state["contradiction_offset"]
     for name in ("predicted", "measured"):
         assert 0 < auto.metric(f"sglang:tetris_step_time_{name}_seconds") < 60
 

@@ -125,6 +125,7 @@ def test_order_is_a_permutation_that_changes_from_repeat_to_repeat():
         ({"concurrency": "none"}, "--concurrency 'none'"),
         ({"num_steps": 0}, "--num-steps 0"),
         ({"repeats": 0}, "--repeats 0"),
+        ({"waves": 0}, "--waves 0"),
         ({"output_len": 3}, "--output-len 3"),
     ],
 )
@@ -135,9 +136,11 @@ def test_bad_options_are_named(options, message):
 
 def test_prompts_are_several_waves_or_some_seconds_of_arrivals():
     settings = make_settings()
-    assert [load.num_prompts(settings.min_prompts) for load in settings.loads] == [4, 64]
+    assert [load.num_prompts(settings.min_prompts, settings.waves) for load in settings.loads] == [4, 64]
+    steady = make_settings(waves=8)
+    assert [load.num_prompts(steady.min_prompts, steady.waves) for load in steady.loads] == [8, 128]
     poisson = make_settings(arrivals="poisson", request_rate="0.2,2.5")
-    assert [load.num_prompts(poisson.min_prompts) for load in poisson.loads] == [4, 25]
+    assert [load.num_prompts(poisson.min_prompts, poisson.waves) for load in poisson.loads] == [4, 25]
 
 
 def test_the_same_drafts_are_verified_in_full_once_per_depth():

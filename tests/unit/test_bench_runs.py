@@ -470,7 +470,7 @@ def test_per_user_speed_is_the_median_requests_output_over_its_latency():
 def test_the_report_is_made_again_without_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
     out = tmp_path / "capacity.json"
-    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_32.json").read_text())
+    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_16.json").read_text())
     done = CliRunner().invoke(app, ["bench", "--report-only", "--out", str(out)])
     assert done.exit_code == 0 and "auto D=6+6" in done.output
     # There is one k.
@@ -487,6 +487,14 @@ def test_figures_are_reported_though_no_steps_could_be_recorded(tmp_path, monkey
     measured = command._compare(settings, PAIR, out, False, True, Console(file=printed, width=200))
     assert [s["arm"] for s in measured["samples"]] == ["none"] and out.exists()
     assert "no step picture: there are steps to record with an arm of" in printed.getvalue()
+
+
+def test_settings_in_the_environment_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
+    monkeypatch.setenv("SGLANG_TETRIS_CACHE", str(tmp_path))
+    monkeypatch.setenv("SGLANG_TETRIS_SELECTION", "uniform")
+    done = CliRunner().invoke(app, ["bench", "--out", str(tmp_path / "bench.json")])
+    assert done.exit_code == 2 and "SGLANG_TETRIS_SELECTION: settings" in done.output
 
 
 def test_options_reach_the_settings(tmp_path, monkeypatch):
@@ -512,7 +520,7 @@ def test_options_reach_the_settings(tmp_path, monkeypatch):
 def test_without_a_plotting_library_there_are_no_pictures_and_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     out = tmp_path / "capacity.json"
-    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_32.json").read_text())
+    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_16.json").read_text())
     run = CliRunner().invoke
     done = run(app, ["bench", "--report-only", "--out", str(out)])
     assert done.exit_code == 0 and "no pictures" in done.output and "tetris-sglang[bench]" in done.output

@@ -180,6 +180,15 @@ def test_variables(environment):
     }
 
 
+@pytest.mark.parametrize("value, sound", [("0", True), ("1", True), ("yes", False)])
+def test_the_variable_for_overlap_scheduling_on_cpus(environment, value, sound):
+    environment["SGLANG_TETRIS_CPU_OVERLAP"] = value
+    found = problems(check_module._check_overlap_variable())
+    assert found == (
+        {} if sound else {"SGLANG_TETRIS_CPU_OVERLAP": f"SGLANG_TETRIS_CPU_OVERLAP={value!r}: must be 0 or 1"}
+    )
+
+
 # -- check, with SGLang -------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ def state():
         "uncompiled": os.environ.get("TORCH_COMPILE_DISABLE"),
         "names": (ATTENTION_BACKEND_CHOICES + DRAFT_ATTENTION_BACKEND_CHOICES).count("torch_ragged"),
         "hooks": [seam.target for seam in SEAMS if seam.target in HookRegistry._hooks],
-        "defaults": "handle_cpu_backends" in _HOOKS,
+        "defaults": [step for step in ("handle_cuda_graph_config", "handle_cpu_backends") if step in _HOOKS],
         "kernel": None if kernel is None else type(kernel).__name__,
     }
 """
@@ -53,7 +53,7 @@ UNTOUCHED = {
     "uncompiled": None,
     "names": 0,
     "hooks": [],
-    "defaults": False,
+    "defaults": [],
     "kernel": None,
 }
 
@@ -124,6 +124,7 @@ from sglang.srt.server_args import prepare_server_args
 SETTINGS = (
     "device", "attention_backend", "sampling_backend", "chunked_prefill_size", "max_running_requests",
     "mem_fraction_static", "max_total_tokens", "page_size", "disable_overlap_schedule",
+    "disable_cuda_graph",
 )
 
 def resolve(model, *flags):
@@ -142,8 +143,12 @@ result["typed"] = resolve(
     "--max-running-requests", "3", "--max-total-tokens", "777", "--page-size", "16",
 )
 result["fraction"] = resolve("small", "--mem-fraction-static", "0.5")
+result["upstreams compile"] = resolve("small", "--enable-torch-compile", "--attention-backend", "torch_native")
 result["compile"] = resolve("small", "--enable-torch-compile")
 result["amx"] = resolve("small", "--attention-backend", "intel_amx")
+for value in ("1", "yes"):
+    os.environ["SGLANG_TETRIS_CPU_OVERLAP"] = value
+    result["overlap " + value] = resolve("small")
 print(json.dumps(result))
 """
 
@@ -239,9 +244,9 @@ def test_names_and_defaults_reach_every_process_hooks_only_a_schedulers(without_
     assert without_gpu["platform"] == "CpuSRTPlatform"
     assert not without_gpu["scheduler"]
     state = without_gpu["state"]
-    assert state["engine"] == "1" and state["defaults"]
+    assert state["engine"] == "1" and len(state["defaults"]) == 2
     assert state["names"] == 2
-    assert state["hooks"] == ["sglang.srt.arg_groups.speculative_hook._disable_overlap_schedule_for_cpu"]
+    assert state["hooks"] == []
 
 
 def test_registering_twice_is_registering_once(without_gpu):
@@ -269,8 +274,18 @@ def test_only_the_model_path_is_needed(without_gpu):
         "mem_fraction_static": 0.85,
         "max_total_tokens": 32768,
         "page_size": 1,
-        "disable_overlap_schedule": False,
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": True,
     }
+
+
+def test_upstreams_compiled_graphs_for_cpus_stay(without_gpu):
+    assert without_gpu["upstreams compile"]["disable_cuda_graph"] is False
+
+
+def test_overlap_scheduling_can_be_asked_for(without_gpu):
+    assert without_gpu["overlap 1"]["disable_overlap_schedule"] is False
+    assert "SGLANG_TETRIS_CPU_OVERLAP='yes'" in without_gpu["overlap yes"]
 
 
 def test_what_the_user_typed_wins(without_gpu):

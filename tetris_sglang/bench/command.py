@@ -27,6 +27,7 @@ from tetris_sglang.bench.settings import (
     build_settings,
 )
 from tetris_sglang.bench.workloads import SHARED_PREFIX, WAVES, WORKLOADS
+from tetris_sglang.config import find_settings
 from tetris_sglang.pair import PAIR
 
 if TYPE_CHECKING:
@@ -95,8 +96,15 @@ def bench(
     temperature: Annotated[str | None, typer.Option(help="0 is greedy.")] = None,
     output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
     prompts: Annotated[
-        int | None, typer.Option(help=f"Prompts per run; at least {WAVES} per request in flight.")
+        int | None,
+        typer.Option(help="Prompts per run, unless --waves says more.", show_default="4; 32 with --full"),
     ] = None,
+    waves: Annotated[
+        int,
+        typer.Option(
+            help="Prompts per request in flight, at least. In the last wave the slowest finish almost alone: for steady load 8 or more."
+        ),
+    ] = WAVES,
     repeats: Annotated[int, typer.Option(help="Rounds per cell.")] = 3,
     model_path: Annotated[str, typer.Option(help="Your own target instead of the shipped pair.")] = "",
     draft: Annotated[
@@ -174,6 +182,10 @@ def bench(
                 raise ValueError(f"{out} holds no run yet")
         else:
             settings = build_settings(preset=FULL if full else QUICK, options=options)
+            if variables := find_settings():
+                raise ValueError(
+                    f"{', '.join(variables)}: settings in the environment would change every TETRIS arm. Unset them"
+                )
             results = _compare(settings, pair, out, resume, step_picture, console)
     except (ValueError, FileNotFoundError, RunFailed) as error:
         console.print("[red]error:[/]", end=" ")

@@ -7,7 +7,6 @@ still meanwhile. A machine whose speed drifts within a run then drifts for every
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import multiprocessing
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tetris_sglang.bench.results import Sample
+from tetris_sglang.bench.results import Sample, hash_output
 from tetris_sglang.bench.servers import LiveServer, RunFailed
 from tetris_sglang.bench.settings import Settings
 from tetris_sglang.bench.workloads import WARM_UP_PROMPTS, Load, Workload
@@ -44,7 +43,7 @@ def bench_serving_arguments(
     """The arguments of `python -m sglang.bench_serving`; its seed shuffles every arm's prompts alike."""
     return [
         *("--backend", "sglang", "--base-url", url, *dataset, "--seed", str(settings.seed + repeat)),
-        *("--num-prompts", str(load.num_prompts(settings.min_prompts)), *load.arguments()),
+        *("--num-prompts", str(load.num_prompts(settings.min_prompts, settings.waves)), *load.arguments()),
         *("--sharegpt-output-len", str(settings.output_len), "--random-output-len", str(settings.output_len)),
         *("--temperature", str(temperature), *shlex.split(settings.load_flags)),
         *("--warmup-requests", "0", "--disable-tqdm", "--output-details", "--output-file", str(output_file)),
@@ -164,7 +163,7 @@ class Run:
         repeat: int,
     ) -> None:
         self.server, self._workload, self._load, self._temperature = server, workload, load, temperature
-        num_prompts = load.num_prompts(settings.min_prompts)
+        num_prompts = load.num_prompts(settings.min_prompts, settings.waves)
         folder = server.records_folder
         self._generator = LoadGenerator(
             bench_serving_arguments(
@@ -252,10 +251,7 @@ class Run:
             "num_steps": steps.num_steps,
             "verified_rows": steps.verified_rows,
             "phase_ms": dict(steps.phase_ms),
-            "output_hashes": [
-                hashlib.sha256(text.encode()).hexdigest()[:8]
-                for text in self._comparable(result["generated_texts"])
-            ],
+            "output_hashes": [hash_output(text) for text in self._comparable(result["generated_texts"])],
             # The machine's other work shows here: a frozen server adds nothing.
             "load_average": os.getloadavg()[0],
         }

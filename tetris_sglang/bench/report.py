@@ -38,6 +38,8 @@ class Ratio(NamedTuple):
         return round(self.median, 2) < 1  # as printed
 
     def __str__(self) -> str:
+        if self.num_rounds == 1:
+            return f"{self.median:.2f}"
         return f"{self.median:.2f} ({self.low:.2f}..{self.high:.2f})"
 
 
@@ -313,7 +315,7 @@ def _verdict(expectation: str, checks: Sequence[_Check]) -> Verdict | None:
     failed = sorted((check for check in checks if not check.holds), key=lambda check: check.rank)
     named = "; ".join(f"{check.name}: {check.detail}" for check in failed[:_MOST_NAMED])
     if not failed:
-        detail = f"in all {len(checks)} cells"
+        detail = f"in all {len(checks)} cells" if len(checks) > 1 else "in the one cell"
     elif len(failed) > _MOST_NAMED:
         detail = f"in {len(failed)} of {len(checks)} cells, the worst: {named}"
     else:

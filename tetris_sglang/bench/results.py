@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -22,6 +23,11 @@ from tetris_sglang.pair import REPOSITORY
 
 Sample = dict[str, Any]
 Results = dict[str, Any]
+
+
+def hash_output(text: str) -> str:
+    """What samples keep of a request's output."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def round_key(sample: Sample) -> tuple:
@@ -141,7 +147,7 @@ def describe_commit(repository: Path = REPOSITORY) -> str:
         commit = subprocess.run(
             [*git, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True
         )
-        watched = ["tetris_sglang", "benchmarks/pair", "scripts/inflate_model.py"]
+        watched = ["tetris_sglang", "benchmarks/pair", "benchmarks/*.py", "scripts/inflate_model.py"]
         changes = subprocess.run(
             [*git, "status", "--porcelain", "--", *watched], check=True, capture_output=True, text=True
         )

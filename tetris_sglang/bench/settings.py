@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from tetris_sglang.bench.arms import DRAFTS, FAMILIES, HEADS, REFERENCE, Arm
-from tetris_sglang.bench.workloads import WORKLOADS, Load
+from tetris_sglang.bench.workloads import WAVES, WORKLOADS, Load
 from tetris_sglang.config import default_continued
 
 QUICK = {
@@ -74,6 +74,8 @@ class Settings:
     """0: whole runs."""
     continued: tuple[int, ...] = (0,)
     """Tokens with which auto's chains go on from the text; of models' chains."""
+    waves: int = WAVES
+    """Prompts per run and request in flight, at least."""
 
     @property
     def one_by_one(self) -> bool:
@@ -131,7 +133,8 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         ValueError: naming the option.
     """
     chosen = preset | {name: value for name, value in options.items() if value is not None}
-    for name in ("repeats", "output_len", "prompts", "num_steps", "live_servers"):
+    chosen.setdefault("waves", WAVES)
+    for name in ("repeats", "output_len", "prompts", "waves", "num_steps", "live_servers"):
         if chosen[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} {chosen[name]}: give a number above 0")
     if chosen["output_len"] < 4:
@@ -184,6 +187,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
             int,
             least=0,
         ),
+        waves=chosen["waves"],
     )
 
 

@@ -50,11 +50,11 @@ class Load(NamedTuple):
             return f"concurrency {self.concurrency}"
         return f"{self.request_rate:g} requests/s"
 
-    def num_prompts(self, least: int) -> int:
+    def num_prompts(self, least: int, waves: int) -> int:
         """Several waves: in the last one the batch only shrinks. Without speculation requests of one length begin and end
         together, wave by wave; with it they do not, so few waves flatter the former."""
         if self.request_rate is None:
-            return max(least, WAVES * self.concurrency)
+            return max(least, waves * self.concurrency)
         return max(least, math.ceil(POISSON_SECONDS * self.request_rate))
 
     def arguments(self) -> list[str]:

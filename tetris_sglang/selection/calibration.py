@@ -149,7 +149,7 @@ class Calibration:
         self._edge_probs = (centres[1:] - 0.5).sigmoid()
         # Segments are looked up by probability, so they must meet where `apply` sees those probabilities: near 1 the
         # rounding of a probability is a hundredth in log-odds.
-        self._centres = self._centre_probs.logit(_EPSILON)
+        self._centres = _logit(self._centre_probs)
         self._widths = self._centres.diff()
         # What an observation is worth to a bin that far away.
         self._nearness = 0.25 ** (centres - centres[:, None]).double().abs()
@@ -191,7 +191,7 @@ class Calibration:
         # NaN falls into the last segment.
         segments = torch.bucketize(probs.contiguous(), self._centre_probs) + depths * (NUM_BINS + 1)
         slopes, intercepts = torch.nn.functional.embedding(segments, self._lines).unbind(-1)
-        return torch.addcmul(intercepts, slopes, probs.logit(_EPSILON))
+        return torch.addcmul(intercepts, slopes, _logit(probs))
 
     def invert(self, log_odds: Tensor, depths: Tensor) -> Tensor:
         """The probabilities that `log_odds` takes to these log-odds; where many are, one of them.
@@ -277,10 +277,19 @@ class Calibration:
     def _correct(self, count: Tensor, accepted: Tensor, total: Tensor, prior: Tensor | float) -> Tensor:
         """Log-odds of the share accepted, shrunk towards the prior correction, less those of the mean probability."""
         # The centre as a thousandth of an observation: where nothing was counted it is the mean, without a branch.
-        mean = torch.add(total, self._centre_probs, alpha=1e-3).div_(count + 1e-3).logit_(_EPSILON)
+        mean = _logit(torch.add(total, self._centre_probs, alpha=1e-3).div_(count + 1e-3))
         believed = (mean + prior).sigmoid_()
         share = torch.add(accepted, believed, alpha=self.prior_strength).div_(count + self.prior_strength)
-        return share.logit_(_EPSILON).sub_(mean)
+        return _logit(share).sub_(mean)
+
+
+def _logit(probs: Tensor) -> Tensor:
+    """Finite log-odds; NaN stays NaN. Sync: none; CUDA-graph safe."""
+    if probs.device.type != "cpu":
+        return probs.logit(_EPSILON)
+    # torch's own wakes every thread for as few as eight numbers there, and waits for them (docs/experiments.md).
+    probs = probs.clamp(_EPSILON, 1 - _EPSILON)
+    return (probs / (1 - probs)).log_()
 
 
 def _make_monotone(levels: Tensor, weights: Tensor) -> Tensor:

@@ -46,13 +46,17 @@ class StepCosts(NamedTuple):
 class Calibration:
     """What timed passes do not contain; fitted to one measured setting, or left at what is assumed.
 
-    host_s, host_per_request_s: of a decoding step. None: HOST_SHARE of the target's pass.
+    pace: of all passes, against what was timed.
+    row_pace: of what the target's pass takes longer than with one row: work that is bound by arithmetic suffers otherwise from
+        whatever else the machine does than work that is bound by memory.
+    host_s: of a decoding step. None: HOST_SHARE of the target's pass.
     prefill_s: of every prefill batch, beyond the passes.
     prefill_scale: prefill of n tokens against a verification pass of n rows.
     """
 
+    pace: float = 1.0
+    row_pace: float = 1.0
     host_s: float | None = None
-    host_per_request_s: float = 0.0
     prefill_s: float = 0.0
     prefill_scale: float = 1.0
 
@@ -68,20 +72,21 @@ def make_costs(
     """Tables for batches up to `max_running`, up to `num_drafts` of each request verified."""
     if not passes.target_s:
         raise ValueError("the pass times hold no target pass")
-    target_s = fill_curve(passes.target_s, max(max_running * (num_drafts + 1), chunk_tokens))
-    batch_sizes = np.arange(max_running + 1)
+    pace = calibration.pace
+    timed_s = fill_curve(passes.target_s, max(max_running * (num_drafts + 1), chunk_tokens))
+    target_s = pace * (timed_s[1] + calibration.row_pace * (timed_s - timed_s[1]))
     if calibration.host_s is None:
         host_s = HOST_SHARE * target_s[: max_running + 1]
     else:
-        host_s = calibration.host_s + calibration.host_per_request_s * batch_sizes
+        host_s = np.full(max_running + 1, calibration.host_s)
     return StepCosts(
         target_s=target_s,
-        window_s=fill_curve(passes.window_s, max_running),
-        branch_s=fill_curve(passes.branch_s, max_running),
+        window_s=pace * fill_curve(passes.window_s, max_running),
+        branch_s=pace * fill_curve(passes.branch_s, max_running),
         host_s=host_s,
         prefill_s=calibration.prefill_s + calibration.prefill_scale * target_s[: chunk_tokens + 1],
-        draft_prefill_s=calibration.prefill_scale * fill_curve(passes.branch_s, chunk_tokens),
-        context_s=float(passes.context_s),
+        draft_prefill_s=calibration.prefill_scale * pace * fill_curve(passes.branch_s, chunk_tokens),
+        context_s=pace * float(passes.context_s),
     )
 
 

@@ -8,9 +8,14 @@
 | `--max-running-requests` | 64 | the request table holds a full context for each |
 | `--mem-fraction-static` | 0.85 | of the memory that is free at start-up |
 | `--max-total-tokens` | 32768, less if they would take more than 2 GiB | two servers fit on a laptop |
+| `--disable-cuda-graph` | given, unless `--enable-torch-compile` is | SGLang's `--speculative-adaptive` tries to capture graphs otherwise |
+| `--disable-overlap-schedule` | given | the scheduler's own thread runs the models: what overlaps is a result's delay, and ended requests ride along |
 
-A user who gives `--mem-fraction-static` gets that share for the cache, without the last bound.
+A user who gives `--mem-fraction-static` gets that share for the cache, without the last bound. SGLang has no flag that asks for
+overlap scheduling; SGLANG_TETRIS_CPU_OVERLAP=1 does, for those who test it.
 """
+
+import os
 
 ATTENTION_BACKEND = "torch_ragged"
 CHUNKED_PREFILL_SIZE = 2048
@@ -18,6 +23,7 @@ MAX_RUNNING_REQUESTS = 64
 MEM_FRACTION_STATIC = 0.85
 MAX_TOTAL_TOKENS = 32768
 MAX_CACHE_BYTES = 2 << 30
+OVERLAP_VARIABLE = "SGLANG_TETRIS_CPU_OVERLAP"
 
 _SOURCE = "tetris_sglang.runtime.cpu.defaults"
 
@@ -26,7 +32,7 @@ def choose_defaults(server_args, previous) -> None:
     """Resolution step `handle_cpu_backends`: this platform's choices, then upstream's.
 
     Raises:
-        ValueError: the user asks for something that needs an accelerator or `sgl_kernel`.
+        ValueError: the user asks for something that needs an accelerator or `sgl_kernel`, or `wants_overlap` cannot tell.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
@@ -43,7 +49,19 @@ def choose_defaults(server_args, previous) -> None:
             if cfg.max_total_tokens is None:
                 defaults["max_total_tokens"] = cache_tokens(model_config_of(server_args))
         chosen = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
+        if not wants_overlap():
+            chosen["disable_overlap_schedule"] = True
         declare_resolution(server_args, _SOURCE, **chosen)
+    previous(server_args)
+
+
+def choose_no_cuda_graphs(server_args, previous) -> None:
+    """Resolution step `handle_cuda_graph_config`. With `--enable-torch-compile` upstream has graphs of its own for CPUs."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    cfg = resolving_view(server_args)
+    if cfg.device == "cpu" and not cfg.enable_torch_compile:
+        declare_resolution(server_args, _SOURCE, disable_cuda_graph=True)
     previous(server_args)
 
 
@@ -72,11 +90,23 @@ def refuse_unsupported(cfg) -> None:
         )
 
 
-def keep_overlap_schedule(server_args) -> None:
-    """Instead of `speculative_hook._disable_overlap_schedule_for_cpu`: leave the user's choice alone."""
+def wants_overlap() -> bool:
+    """
+    Raises:
+        ValueError: the variable has another value.
+    """
+    value = os.environ.get(OVERLAP_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{OVERLAP_VARIABLE}={value!r}: must be 0 or 1")
+    return value == "1"
+
+
+RESOLUTION_STEPS = {"handle_cuda_graph_config": choose_no_cuda_graphs, "handle_cpu_backends": choose_defaults}
+"""SGLang's, and what runs around them."""
 
 
 def register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    register_resolution_hook("handle_cpu_backends")(choose_defaults)
+    for step, hook in RESOLUTION_STEPS.items():
+        register_resolution_hook(step)(hook)

@@ -4,7 +4,7 @@ import logging
 import pkgutil
 import sys
 
-from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
+from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND, RESOLUTION_STEPS
 from tetris_sglang.runtime.cpu.inventory import SEAMS, Seam
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ def verify_landed() -> None:
     names = [f"{seam.target} ({seam.why})" for seam in missing]
     if ATTENTION_BACKEND not in ATTENTION_BACKENDS:
         names.append(f"attention backend {ATTENTION_BACKEND}")
-    if not _HOOKS.get("handle_cpu_backends"):
-        names.append("resolution step handle_cpu_backends")
+    names += [f"resolution step {step}" for step in RESOLUTION_STEPS if not _HOOKS.get(step)]
     if names:
         raise RuntimeError(
             "the portable CPU platform is incomplete in this process; these did not take effect: "

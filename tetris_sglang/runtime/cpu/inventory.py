@@ -39,20 +39,11 @@ OURS = "tetris_sglang.runtime.cpu"
 
 SEAMS = (
     Seam(
-        target="sglang.srt.arg_groups.speculative_hook._disable_overlap_schedule_for_cpu",
-        parameters=("server_args",),
-        kind="replace",
-        hook=f"{OURS}.defaults:keep_overlap_schedule",
-        scope="server",
-        why="Upstream switches the overlap scheduler off for speculation on a CPU; here it works.",
-        until="upstream supports the overlap scheduler for speculation on CPUs",
-    ),
-    Seam(
         target="sglang.srt.arg_groups.resolution_hooks.register_resolution_hook",
         parameters=("name",),
         kind="call",
         scope="server",
-        why="Defaults for a machine without an accelerator (step handle_cpu_backends).",
+        why="Defaults for a machine without an accelerator (steps handle_cpu_backends and handle_cuda_graph_config).",
         until="upstream's CPU defaults need no sgl_kernel",
     ),
     Seam(
