@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -68,6 +69,17 @@ def test_resume_refuses_other_settings(interrupted):
     other = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none", output_len=32)
     with pytest.raises(ValueError, match="output_len=64"):
         ResultsFile(path, other, arms, resume=True)
+
+
+def test_resume_refuses_another_machine(interrupted, monkeypatch):
+    path, settings, arms = interrupted
+    provenance = json.loads(path.read_text())["provenance"]
+    monkeypatch.setattr(
+        results, "collect_provenance", lambda: provenance | {"cpu": "another", "commit": "later"}
+    )
+    there = re.escape(f"was measured with cpu={provenance['cpu']!r}, which is not so here")
+    with pytest.raises(ValueError, match=there):
+        ResultsFile(path, settings, arms, resume=True)
 
 
 def test_resume_accepts_results_from_before_a_setting_existed(interrupted):

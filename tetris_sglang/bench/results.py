@@ -24,6 +24,9 @@ from tetris_sglang.pair import REPOSITORY
 Sample = dict[str, Any]
 Results = dict[str, Any]
 
+_COMPARABLE = ("gpu", "cpu", "cores", "torch", "sglang")
+"""What samples of one file have in common: tables compare arms that different rounds measured."""
+
 
 def hash_output(text: str) -> str:
     """What samples keep of a request's output."""
@@ -60,6 +63,13 @@ class ResultsFile:
             details = ", ".join(f"{name}={before[name]!r}" for name in changed)
             raise ValueError(
                 f"--resume: {self.path} was measured with {details}. Give the same options, or another --out."
+            )
+        here, there = self.results["provenance"], earlier["provenance"]
+        elsewhere = [f"{name}={there[name]!r}" for name in _COMPARABLE if there[name] != here[name]]
+        if elsewhere:
+            raise ValueError(
+                f"--resume: {self.path} was measured with {', '.join(elsewhere)}, which is not so here: ratios of "
+                "different machines do not belong into one table. Give another --out."
             )
         self.results["unavailable"] = earlier["unavailable"]
         self.results["samples"] = earlier["samples"]
