@@ -82,7 +82,9 @@ def _check_versions() -> Iterator[Finding]:
         yield Finding("ok", "torch", metadata.version("torch"))
     except metadata.PackageNotFoundError:
         yield Finding(
-            "problem", "torch", "not installed. It comes with SGLang: make env, or pip install tetris-sglang."
+            "problem",
+            "torch",
+            "not installed. It comes with SGLang: make env, or pip install . in the clone.",
         )
     try:
         yield Finding("ok", "sglang", f"{check_sglang_version()}, supported")

@@ -75,9 +75,12 @@ def replay(
         typer.Option(help="Shuffle the rows into batches of so many.", show_default="the recorded batches"),
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(help="Draws of the random rule, and shuffles.", show_default="1")
+        int | None,
+        typer.Option(help="Draws of the random rule, and shuffles with --batch-size.", show_default="1"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of those.", show_default="0")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random rule and the shuffles.", show_default="0")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw a figure; needs matplotlib.")] = None,
 ) -> None:
@@ -112,7 +115,7 @@ def demo(
         int | None, typer.Option(help="Tokens drafted per request.", show_default="4")
     ] = None,
     capacity_per_request: Annotated[
-        int | None, typer.Option(help="Of those, verified on average.", show_default="3")
+        int | None, typer.Option(help="Drafts verified per request and step, on average.", show_default="3")
     ] = None,
 ) -> None:
     """Serve the shipped model pair with TETRIS and without speculation, and compare the two."""
@@ -131,14 +134,16 @@ def simulate(
         typer.Option(help="Recorded drafts; several files, separated by commas, are as many classes."),
     ] = None,
     classes: Annotated[
-        Path | None, typer.Option(help="Request classes instead, JSON: docs/simulate.md.")
+        Path | None, typer.Option(help="Instead of --trace: request classes, JSON (docs/simulate.md).")
     ] = None,
     pass_times: Annotated[
         Path | None, typer.Option(help="What a server timed: $SGLANG_TETRIS_CACHE/pass_times/*.json.")
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Instead: a roofline of a100, h100, h200 or l40s. Modelled, not measured."),
+        typer.Option(
+            help="Instead of --pass-times: a roofline of a100, h100, h200 or l40s. Modelled, not measured."
+        ),
     ] = None,
     model_b: Annotated[float | None, typer.Option(help="Target's parameters, 1e9.", show_default="8")] = None,
     draft_b: Annotated[
@@ -165,12 +170,15 @@ def simulate(
         typer.Option(help="Of gamma arrivals: the gaps' deviation over their mean.", show_default="2"),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Simulated per setting.", show_default="2000, and 4 per user")
+        int | None,
+        typer.Option(help="Simulated per setting.", show_default="2000, or 4 per user if that is more"),
     ] = None,
     prompt_len: Annotated[
         str | None, typer.Option(help="Tokens: N, LOW-HIGH or exp:MEAN.", show_default="exp:256")
     ] = None,
-    output_len: Annotated[str | None, typer.Option(help="Likewise.", show_default="exp:256")] = None,
+    output_len: Annotated[
+        str | None, typer.Option(help="Tokens: N, LOW-HIGH or exp:MEAN.", show_default="exp:256")
+    ] = None,
     max_running: Annotated[
         int | None, typer.Option(help="Requests in one replica's batch.", show_default="256")
     ] = None,
@@ -199,8 +207,12 @@ def simulate(
     slo_e2e_ms: Annotated[
         float | None, typer.Option(help="What a fleet saves: replicas for this 99th percentile.")
     ] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="Likewise, per token after the first.")] = None,
-    most_replicas: Annotated[int | None, typer.Option(help="Of that search.", show_default="64")] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="As --slo-e2e-ms, but per token after the first.")
+    ] = None,
+    most_replicas: Annotated[
+        int | None, typer.Option(help="How far that search goes.", show_default="64")
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Settings simulated at once.", show_default="all cores")
     ] = None,
@@ -216,7 +228,7 @@ def simulate(
     try:
         from tetris_sglang.simulate.command import simulate
     except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"{error}: install tetris-sglang[simulate]") from error
+        raise typer.BadParameter(f"{error}: SGLang brings numba, pip install numba does, too") from error
 
     _call(simulate, **options)
 

@@ -53,11 +53,23 @@ def _parse_positive_int(text: str) -> int:
     return value
 
 
+_BOOLEANS = {
+    "on": True,
+    "true": True,
+    "yes": True,
+    "1": True,
+    "off": False,
+    "false": False,
+    "no": False,
+    "0": False,
+}
+
+
 def _parse_bool(text: str) -> bool:
     try:
-        return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+        return _BOOLEANS[text.lower()]
     except KeyError:
-        raise ValueError("must be one of 1, true, yes, 0, false, no") from None
+        raise ValueError(f"must be one of {', '.join(_BOOLEANS)}") from None
 
 
 SELECTION_RULES = ("tetris", "uniform", "random")
@@ -155,7 +167,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "calibration",
         _parse_bool,
-        "BOOLEAN",
+        "on|off",
         "TETRIS: correct the draft's probabilities by what was accepted, per depth and score and per request, while serving. "
         "Default: on.",
     ),
@@ -177,7 +189,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "phase_times",
         _parse_bool,
-        "BOOLEAN",
+        "on|off",
         "TETRIS: measure the milliseconds of each phase of a step (draft, select, verify, sample, host) and report "
         "them in /server_info. Default: off.",
     ),

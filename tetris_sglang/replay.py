@@ -312,7 +312,7 @@ def draw_figure(studies: Sequence[Study], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'tetris-sglang[bench]'") from None
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -48,10 +48,10 @@ ARGUMENTS = {
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT),
         "--speculative-tetris-capacity-per-request", "2.5", "--speculative-tetris-phase-times", "true",
     ],
-    # Synchronous scheduling, an absolute capacity below the batch size: most requests get 0 drafts in most steps.
+    # Synchronous scheduling, pages, an absolute capacity below the batch size: most requests get 0 drafts in most steps.
     "synchronous": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--disable-overlap-schedule",
-        "--speculative-tetris-capacity-tokens", "10",
+        "--speculative-tetris-capacity-tokens", "10", "--page-size", "16",
     ],
     # The draft is the target, so every draft of it must be accepted: a stale, shifted or missing draft KV entry shows
     # as a rejection. Chains go on from the text, as far as it did; that may be wrong.

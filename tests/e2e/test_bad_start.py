@@ -14,8 +14,6 @@ import pytest
 from tests.e2e.conftest import DRAFT, TARGET
 from tetris_sglang.server_process import ServerProcess
 
-pytestmark = pytest.mark.server
-
 LOAD_TIMEOUT_S = 400  # of a busy machine; a server that starts instead of ending is found by its log
 TETRIS = ["--model-path", str(TARGET), "--speculative-algorithm", "TETRIS"]
 PAIR = [*TETRIS, "--speculative-draft-model-path", str(DRAFT)]

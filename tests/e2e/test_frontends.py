@@ -102,11 +102,9 @@ def test_engine_takes_tetris_arguments(tmp_path, plain, mixed_prompts):
     assert state["accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_sglang_serve_and_bfloat16(tmp_path, mixed_prompts, dtype):
-    """`sglang serve` with bfloat16 and another page size; the model's text stays recognisably itself."""
-    arguments = ["float32" if a == dtype else a for a in ARGUMENTS["overlap"]]
-    arguments[arguments.index("float32")] = dtype
+def test_sglang_serve_and_bfloat16(tmp_path, mixed_prompts):
+    """Which tokens follow differs with the rounding; that the draft is fed the right ones shows in what is accepted."""
+    arguments = ["bfloat16" if a == "float32" else a for a in ARGUMENTS["overlap"]]
     log_path = tmp_path / "serve.log"
     sglang_command = [str(Path(sys.executable).with_name("sglang")), "serve"]
     with ServerProcess(arguments, log_path, entry_point=sglang_command, start_timeout_s=400) as server:

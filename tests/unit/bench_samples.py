@@ -3,6 +3,7 @@
 from tetris_sglang.bench.settings import QUICK, build_settings
 
 OPTIONS = {
+    "arms": "none,standalone,tetris",
     "topk": "1",
     "concurrency": "1,16",
     "output_len": 64,

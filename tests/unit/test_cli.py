@@ -31,7 +31,8 @@ def problems(findings) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("check", "explain", "replay", "demo", "bench"))]
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("check", "explain", "replay", "simulate", "demo", "bench"))],
 )
 def test_help_imports_neither_torch_nor_sglang(arguments):
     done = subprocess.run(

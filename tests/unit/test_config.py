@@ -94,7 +94,7 @@ BAD_VALUES = [
         (TOKENS, "whole number above 0", ("0", "-8")),
         (TOKENS, "must be a whole number", ("2.5", "nan", "inf", "1e3", "many", " ")),
         (SELECTION, "one of tetris, uniform, random", ("best", "TETRIS", "0")),
-        (PHASE_TIMES, "one of 1, true, yes, 0, false, no", ("2", "on", "maybe")),
+        (PHASE_TIMES, "one of on, true, yes, 1, off, false, no, 0", ("2", "enable", "maybe")),
         (RECORD, "must name a file that can be written", ("/no/such/folder/run.trace", "/", ".")),
         (RECORD, "must not end in .gz", ("run.trace.gz",)),
     )

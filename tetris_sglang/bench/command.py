@@ -58,7 +58,8 @@ def bench(
         ),
     ] = None,
     num_steps: Annotated[
-        int, typer.Option(help="Drafts per request in those arms and in auto; levels of draft trees.")
+        int,
+        typer.Option(help="Drafts per request in auto and with --capacity-tokens; levels of draft trees."),
     ] = 6,
     drafts: Annotated[
         str | None,
@@ -79,8 +80,12 @@ def bench(
     workload: Annotated[str, typer.Option(help=f"The shipped prompts: {', '.join(WORKLOADS)}.")] = WORKLOADS[
         0
     ],
-    dataset: Annotated[str, typer.Option(help="Instead of those, a file for sglang.bench_serving.")] = "",
-    dataset_name: Annotated[str, typer.Option(help="Its format: custom, sharegpt, openai, ...")] = "",
+    dataset: Annotated[
+        str, typer.Option(help="Instead of --workload: a file of prompts that sglang.bench_serving reads.")
+    ] = "",
+    dataset_name: Annotated[
+        str, typer.Option(help="The format of --dataset: custom, sharegpt, openai, ...")
+    ] = "",
     load_flags: Annotated[
         str, typer.Option(help="More arguments for sglang.bench_serving, as one argument.")
     ] = "",
@@ -172,7 +177,7 @@ def bench(
     console = Console()
     try:
         if not _has_matplotlib():
-            hint = "matplotlib is missing: pip install 'tetris-sglang[bench]'"
+            hint = "matplotlib is missing: pip install matplotlib"
             if step_picture:
                 raise ValueError(f"--step-picture: {hint}")
             console.print(f"no pictures: {hint}", highlight=False, markup=False)

@@ -19,6 +19,7 @@ from rich.text import Text
 from tetris_sglang.bench.arms import REFERENCE, Arm
 from tetris_sglang.bench.results import Results, Sample, round_key
 from tetris_sglang.bench.workloads import Load
+from tetris_sglang.load import DraftCounts
 
 PHASES = ("draft", "select", "verify", "sample", "host")
 PHASE_MEANING = "host: the scheduler's work between two steps, and prefill batches"
@@ -118,7 +119,7 @@ def _build_cell(samples: Sequence[Sample], arm: str, temperature: float, load: L
         ratios = pair_ratios(samples, arm, lambda s: s[f"{name}_ms"])
         return Latency(median(s[f"{name}_ms"] for s in mine), summarise_ratios(ratios).median)
 
-    steps, selected, accepted = map(total, ("verify_steps", "selected", "accepted"))
+    drafts = DraftCounts(*map(total, ("verify_steps", "selected", "accepted")))
     batch_steps, prompt_tokens = total("num_steps"), total("prompt_tokens")
     # Results from before it was measured lack it.
     per_user = [s["per_user_tokens_per_s"] for s in mine if "per_user_tokens_per_s" in s]
@@ -131,9 +132,9 @@ def _build_cell(samples: Sequence[Sample], arm: str, temperature: float, load: L
         tokens_per_s=median(s["output_tokens_per_s"] for s in mine),
         per_user_tokens_per_s=median(per_user) if per_user else None,
         latencies={name: latency(name) for name in LATENCIES},
-        accept_length=1 + accepted / steps if steps else None,
-        success_rate=accepted / selected if selected else None,
-        verified_per_step=1 + selected / steps if steps else None,
+        accept_length=drafts.accept_length,
+        success_rate=drafts.success_rate,
+        verified_per_step=drafts.verified_per_step,
         rows_per_step=total("verified_rows") / batch_steps if batch_steps else None,
         cached_share=total("cached_tokens") / prompt_tokens if prompt_tokens else None,
         identical=_count_identical(samples, arm) if temperature == 0 and arm != REFERENCE else None,

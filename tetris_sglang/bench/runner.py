@@ -60,7 +60,7 @@ class Bench:
         plan = self._plan(groups, rounds)
         total = sum(len(group) for group in groups) * len(rounds)
         left = sum(len(group) * len(missing) for _, group, missing in plan)
-        # What an earlier session took says nothing about how long the rest will take.
+        # What an earlier run took says nothing about how long the rest will take.
         with tqdm(total=total, initial=total - left, unit="run", smoothing=0.1) as bar:
             for number, group, missing in plan:
                 self._run_group(number, group, missing, bar)

@@ -12,7 +12,7 @@ from tetris_sglang.bench.workloads import WAVES, WORKLOADS, Load
 from tetris_sglang.config import default_continued
 
 QUICK = {
-    "arms": "none,standalone,tetris",
+    "arms": "none,auto,standalone,tetris",
     "k": "1,3",
     "extra": "2",
     "capacity_tokens": "8",

@@ -77,7 +77,7 @@ another process's burst, a process that was suspended) does not count at all."""
 
 
 class StepTimeModel:
-    """Predicts steps' times and learns from them; a few tens of parameters, microseconds a step, on the host.
+    """Predicts steps' times and learns from them; a few tens of parameters, some tenths of a millisecond a step, on the host.
 
     Args:
         seed: what was timed; curves are extended with their last slope.

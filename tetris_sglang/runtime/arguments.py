@@ -98,7 +98,6 @@ class Unsupported(NamedTuple):
 _NEUTRAL: dict[str, tuple] = {
     "pp_size": (None, 1),
     "tp_size": (None, 1),
-    "dp_size": (None, 1),
     "attn_dp_size": (None, 1),
     "speculative_accept_threshold_single": (None, 1.0),
     "speculative_accept_threshold_acc": (None, 1.0),
@@ -392,7 +391,7 @@ def resolve_server_args(args) -> None:
             args.speculative_num_draft_tokens = 1 + num_steps + default_continued(num_steps)
         else:
             # As many nodes as topk chains have: enough to choose from.
-            args.speculative_num_draft_tokens = 1 + min(topk * num_steps, _count_nodes(num_steps, topk, kind))
+            args.speculative_num_draft_tokens = 1 + topk * num_steps
     if kind == draft_kind.MTP and args.speculative_draft_model_path is None:
         args.speculative_draft_model_path = args.model_path
     if args.max_running_requests is None:

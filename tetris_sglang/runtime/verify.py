@@ -1,6 +1,6 @@
 """One ragged target pass over the selected draft tokens of the whole batch.
 
-Numbering: a request's verified tokens are columns of a strided [batch, width] grid, width = num_steps + 1; column 0 is
+Numbering: a request's verified tokens are columns of a strided [batch, width] grid, width = --speculative-num-draft-tokens; column 0 is
 the bonus token of the step before (the root), columns 1..draft_lens are the selected drafts. Only the target's pass is
 packed: its rows are the grid's selected cells in row-major order.
 """

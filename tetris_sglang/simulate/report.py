@@ -128,7 +128,7 @@ def plot(results: dict[str, Any], is_closed: bool, out: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--plot needs matplotlib: install tetris-sglang[bench]") from None
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

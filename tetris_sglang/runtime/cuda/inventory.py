@@ -1,7 +1,6 @@
 """What the GPU path relies on in SGLang 0.5.23 and FlashInfer 0.7.2, checked by the contract tests.
 
-Its hook is in `runtime.inventory.HOOKS`. `FLASHINFER_LAYOUT` is the device's view of FlashInfer's plan: what
-kernels/attention_plan.py writes.
+Its hook is in `runtime.inventory.HOOKS`. FlashInfer's plan, which kernels/attention_plan.py writes, is `PlanLayout` there.
 """
 
 from tetris_sglang.runtime.inventory import Symbol
@@ -112,23 +111,4 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("device", "gpu_id"),
         "the memory that graphs take, in the log",
     ),
-)
-
-# FlashInfer's PrefillPlanInfo::ToVector(), in order (include/flashinfer/attention/scheduler.cuh).
-FLASHINFER_LAYOUT = (
-    "padded_batch_size",
-    "total_num_rows",
-    "total_num_rows_offset",
-    "cta_tile_q",
-    "request_indices_offset",
-    "qo_tile_indices_offset",
-    "kv_tile_indices_offset",
-    "merge_indptr_offset",
-    "o_indptr_offset",
-    "kv_chunk_size_ptr_offset",
-    "v_offset",
-    "s_offset",
-    "block_valid_mask_offset",
-    "enable_cuda_graph",
-    "split_kv",
 )
