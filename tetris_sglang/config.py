@@ -53,6 +53,14 @@ def _parse_positive_int(text: str) -> int:
     return value
 
 
+ALGORITHM = "TETRIS"
+
+
+def is_tetris(speculative_algorithm: str | None) -> bool:
+    """Of --speculative-algorithm as it was given: SGLang takes it in any case."""
+    return (speculative_algorithm or "").upper() == ALGORITHM
+
+
 _BOOLEANS = {
     "on": True,
     "true": True,
@@ -268,14 +276,21 @@ def find_settings(environment: Mapping[str, str] = os.environ) -> list[str]:
     return [name for name in environment if name.startswith(ENV_PREFIX) and name not in _NOT_SETTINGS]
 
 
+_exported: set[str] = set()
+
+
 def export_arguments(
     arguments: MutableMapping[str, Any], environment: MutableMapping[str, str] = os.environ
 ) -> None:
     """Move `speculative_tetris_*` keyword arguments out of `arguments` into the environment.
 
+    What an earlier call, for an earlier Engine of the process, put there is taken out first.
+
     Raises:
         ValueError: an unknown TETRIS argument, or a value that does not parse.
     """
+    while _exported:
+        environment.pop(_exported.pop(), None)
     for name in [name for name in arguments if name.startswith(ARGUMENT_PREFIX)]:
         setting = _BY_ARGUMENT.get(name)
         if setting is None:
@@ -287,6 +302,7 @@ def export_arguments(
             continue
         setting.parse_text(str(value), name)
         environment[setting.variable] = str(value)
+        _exported.add(setting.variable)
 
 
 def _suggest(name: str, known: Mapping[str, Setting]) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 # Relative to the length of a row of the result, for a row of any batch.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
-WORKSPACE_BYTES = 256 << 20  # FlashInfer's, for partial results
+WORKSPACE_BYTES = 512 << 20  # FlashInfer's, for partial results
 
 # -- a: what is there ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import textwrap
 from pathlib import Path
 
 import openai
-import pytest
 import sglang as sgl
 
 from tests.e2e.client import Client

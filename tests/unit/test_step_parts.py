@@ -45,8 +45,8 @@ def test_warming_up_runs_every_operation_for_every_power_of_two():
         batches.append((*probs.shape, capacity_tokens))
         return operations.select(probs, capacity_tokens)
 
-    warm_up(operations._replace(select=select), 20, 3, torch.zeros(21, 16, dtype=torch.int32))
-    assert batches == [(size, 3, size) for size in (1, 2, 4, 8, 16, 20)]
+    warm_up(operations._replace(select=select), 20, [3, 5], 6, torch.zeros(21, 16, dtype=torch.int32))
+    assert batches == [(size, depth, size) for size in (1, 2, 4, 8, 16, 20) for depth in (3, 5)]
 
 
 @pytest.mark.parametrize("count", [1, 3])

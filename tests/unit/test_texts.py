@@ -77,9 +77,7 @@ def test_a_copied_token_teaches_its_kind_and_no_score():
     """The draft gave it none: it must not move what scores are worth."""
     depth = 2
     calibration = Calibration(depth, refresh_every=1)
-    learner = AcceptanceLearner(
-        calibration, EvidenceOffsets(INITIAL_OFFSETS), AcceptanceHistory(3), copies=False
-    )
+    learner = AcceptanceLearner(calibration, EvidenceOffsets(INITIAL_OFFSETS), AcceptanceHistory(3))
     kinds = torch.tensor([[1, FIRST_COPIED], [0, FIRST_COPIED + 1]])
     probs = torch.full((2, depth), 0.5)
     proposal = Proposal(torch.tensor([[1, 2], [3, 4]]), probs, None, probs, kinds)

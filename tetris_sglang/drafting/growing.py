@@ -147,13 +147,15 @@ class TreeGrower:
             self._is_followed = self._is_followed.gather(1, chosen)
 
     def finish(self, max_nodes: int) -> Proposal:
-        sizes = torch.tensor([level.shape[1] for level in self._tokens])
-        depths = torch.arange(1, len(self._tokens) + 1).repeat_interleave(sizes)
+        # Made on the device: copies from the host end the capture of a CUDA graph.
+        depths = torch.cat(
+            [level.new_full((level.shape[1],), depth) for depth, level in enumerate(self._tokens, 1)]
+        )
         return order_nodes(
             torch.cat(self._tokens, dim=1),
             torch.cat(self._survival, dim=1),
             torch.cat(self._parents, dim=1),
-            depths.to(self.frontier_tokens.device),
+            depths,
             max_nodes,
             torch.cat(self._probs, dim=1),
             torch.cat(self._evidence, dim=1) if self._evidence else None,

@@ -7,11 +7,10 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
+from tetris_sglang.config import ALGORITHM, is_tetris
 from tetris_sglang.runtime.arguments import ATTENTION_BACKENDS, resolve_server_args, validate_server_args
 from tetris_sglang.runtime.draft_kind import EAGLE3, HEADS, NGRAM, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
-
-NAME = "TETRIS"
 
 
 class TetrisAlgorithm(CustomSpecAlgo):
@@ -58,26 +57,26 @@ class TetrisAlgorithm(CustomSpecAlgo):
 
 def register_algorithm() -> None:
     """Register TETRIS; a second call does nothing."""
-    if get_spec(NAME) is not None:
+    if get_spec(ALGORITHM) is not None:
         return
     register_resolution_hook("handle_attention_backend_compatibility")(_choose_attention_backend)
     register_resolution_hook("handle_speculative_decoding")(_validate_first)
 
-    @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=TetrisAlgorithm)
+    @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=TetrisAlgorithm)
     def _worker_class(server_args):
         from tetris_sglang.runtime.worker import TetrisWorker
 
         return TetrisWorker
 
 
-def _is_chosen(arguments) -> bool:
-    return (arguments.speculative_algorithm or "").upper() == NAME
-
-
 def _choose_attention_backend(server_args, previous) -> None:
     """Around SGLang's resolution step, which fills in a backend by model and device; TETRIS has its own preference."""
     arguments = resolving_view(server_args)
-    if _is_chosen(arguments) and arguments.device == "cuda" and arguments.attention_backend is None:
+    if (
+        is_tetris(arguments.speculative_algorithm)
+        and arguments.device == "cuda"
+        and arguments.attention_backend is None
+    ):
         declare_resolution(server_args, __name__, attention_backend=ATTENTION_BACKENDS["cuda"][0])
     previous(server_args)
 
@@ -86,6 +85,6 @@ def _validate_first(server_args, previous) -> None:
     """Around SGLang's resolution step: the registry's `validate_server_args` comes after the draft's config is loaded,
     which ends on a wrong path without naming the flag."""
     arguments = resolving_view(server_args)
-    if _is_chosen(arguments):
+    if is_tetris(arguments.speculative_algorithm):
         validate_server_args(arguments)
     previous(server_args)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.utils.hf_transformers.common import get_generation_config
 
 from tetris_sglang.config import (
     DEFAULT_NUM_STEPS,
@@ -21,6 +24,7 @@ from tetris_sglang.config import (
 from tetris_sglang.drafting import count_nodes
 from tetris_sglang.runtime import draft_kind
 from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
+from tetris_sglang.runtime.requests import is_inexact
 
 # SGLang's own default for speculation (arg_groups/speculative_hook.py, _handle_eagle_family).
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -107,6 +111,12 @@ _NEUTRAL: dict[str, tuple] = {
 
 # Those that verify ragged batches, the default first.
 ATTENTION_BACKENDS = {"cuda": ("flashinfer", "fa3"), "cpu": (ATTENTION_BACKEND,)}
+_BACKEND_ARGUMENTS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
 _UNGUARDED = (
     "SGLang loads no plugins where it takes requests, so TETRIS could not refuse what it cannot serve"
 )
@@ -174,6 +184,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported("tokenizer_worker_num", "--tokenizer-worker-num", _UNGUARDED),
     Unsupported("smg_grpc_mode", "--smg-grpc-mode", _UNGUARDED),
+    Unsupported(
+        "enable_deterministic_inference",
+        "--enable-deterministic-inference",
+        "what a step verifies, and so how its passes are split, depends on the load",
+    ),
+    Unsupported("is_embedding", "--is-embedding", "embeddings are not decoded"),
     Unsupported("dllm_algorithm", "--dllm-algorithm", "diffusion models do not draft"),
 )
 
@@ -192,6 +208,10 @@ def validate_server_args(args) -> None:
                 f"{item.flag} {getattr(args, item.argument)!r} does not work with --speculative-algorithm TETRIS: "
                 f"{item.reason}. Remove that flag, or choose another --speculative-algorithm."
             )
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ValueError(
+            f"SGLANG_RUST_SERVER=1 does not work with --speculative-algorithm TETRIS: {_UNGUARDED}. Unset that variable."
+        )
     num_steps = _resolve_num_steps(args)
     config = TetrisConfig.from_environment(num_steps)
     plan = os.environ.get("SGLANG_TETRIS_VERIFY_PLAN")
@@ -220,11 +240,13 @@ def _validate_shape(args, num_steps: int, kind: str, device: str, config: Tetris
     if (topk or 1) == 1:
         _validate_chains(num_draft_tokens, num_steps, kind, config)
         return
-    if device == "cuda" and (args.attention_backend or "flashinfer") != "flashinfer":
-        raise ValueError(
-            f"--attention-backend {args.attention_backend} does not work with --speculative-eagle-topk {topk} under TETRIS: on "
-            f"GPUs the ragged trees of a batch are verified by flashinfer alone. Use it, or --speculative-eagle-topk 1."
-        )
+    for name in _BACKEND_ARGUMENTS if device == "cuda" else ():
+        if getattr(args, name) not in (None, "flashinfer"):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} does not work with --speculative-eagle-topk {topk} under "
+                f"TETRIS: on GPUs the ragged trees of a batch are drafted and verified by flashinfer alone. Use it, or "
+                f"--speculative-eagle-topk 1."
+            )
     if (args.page_size or 1) != 1:
         raise ValueError(
             f"--page-size {args.page_size} does not work with --speculative-eagle-topk {topk} under TETRIS: branches of a tree "
@@ -284,12 +306,7 @@ def validate_device(device: str | None) -> str:
 
 def _validate_attention_backends(args, device: str) -> None:
     supported = ATTENTION_BACKENDS[device]
-    for name in (
-        "attention_backend",
-        "prefill_attention_backend",
-        "decode_attention_backend",
-        "speculative_draft_attention_backend",
-    ):
+    for name in _BACKEND_ARGUMENTS:
         backend = getattr(args, name)
         if backend is not None and backend not in supported:
             raise ValueError(
@@ -313,6 +330,8 @@ def _validate_models(args, config: TetrisConfig) -> str:
         )
     target = _load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
     _validate_architecture("--model-path", args.model_path, target)
+    _validate_positions(args, target)
+    _validate_sampling_defaults(args)
     draft = None
     if draft_path is not None:
         draft = _load_config(
@@ -371,6 +390,36 @@ def _validate_architecture(flag: str, path: str, config: Any) -> None:
         raise ValueError(
             f"{flag} {path}: layers of type {sorted(recurrent) or 'mamba'} are not supported by TETRIS yet. Use a "
             f"model with full attention in every layer, or another --speculative-algorithm."
+        )
+
+
+def _validate_positions(args, target: Any) -> None:
+    rotary = getattr(target, "rope_parameters", None) or getattr(target, "rope_scaling", None) or {}
+    if "mrope_section" in rotary and not args.language_model_only:
+        raise ValueError(
+            f"--model-path {args.model_path}: positions of several dimensions (mrope_section) are not laid out over a ragged "
+            f"pass. Serve its text part with --language-model-only, or choose another --speculative-algorithm."
+        )
+
+
+def _validate_sampling_defaults(args) -> None:
+    """Penalties that every request would have, without asking for them, and be refused for."""
+    for name, value in json.loads(args.preferred_sampling_params or "{}").items():
+        if is_inexact(name, value):
+            raise ValueError(
+                f"--preferred-sampling-params with {name}={value}: TETRIS refuses requests that have it. Leave it out there."
+            )
+    if args.sampling_defaults != "model":
+        return
+    generation_config = get_generation_config(
+        args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision
+    )
+    penalty = getattr(generation_config, "repetition_penalty", None)
+    if is_inexact("repetition_penalty", penalty):
+        raise ValueError(
+            f"--model-path {args.model_path}: its generation_config.json gives every chat a repetition_penalty of {penalty}, "
+            f"and TETRIS refuses requests that have one. Give --sampling-defaults openai, which leaves sampling to the "
+            f"requests, or choose another --speculative-algorithm."
         )
 
 

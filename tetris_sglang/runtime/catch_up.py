@@ -68,6 +68,9 @@ class MissedTokens:
     def forget_rows(self, rows: Tensor) -> None:
         """These slots [n] belong to requests just prefilled, by the draft, too."""
         self._counts[rows] = 0
+        if not self._counts.is_cuda:
+            self._unread.clear()
+            self._num_read = int(self._counts.max())
 
     def push(self, rows: Tensor, left: Window) -> None:
         """One step.

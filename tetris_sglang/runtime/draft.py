@@ -141,6 +141,13 @@ class ModelDraft:
             device=table.device,
         )
 
+    def init_attention_backend(self) -> None:
+        super().init_attention_backend()
+        backend = self.draft_runner.attn_backend
+        if hasattr(backend, "use_paged"):
+            # FlashInfer would read a pass's own keys from its rows, those that are not real included, instead of the cache.
+            backend.use_paged = True
+
     # -- between the steps -----------------------------------------------------------------------------------------
 
     def prefill(
@@ -228,6 +235,8 @@ class ModelDraft:
             most_accepted: of any request's drafts, as far as the host knows; 0: nothing was verified.
         """
         if not self._missed.has_room(1 + most_accepted):
+            # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
+            self.target_worker.model_runner.shared_read_done_event = None
             self._catch_up(batch)
         window = read_window(draft_input)
         if self.has_full_windows:

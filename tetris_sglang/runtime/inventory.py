@@ -59,6 +59,13 @@ HOOKS: tuple[Hook, ...] = (
         "an info callback on speculative workers",
     ),
     Hook(
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        "tetris_sglang.runtime.request_rows.add_headroom",
+        "AROUND",
+        "a request's row holds what its last steps reserve",
+        "a row as long as get_alloc_reserve_per_decode() asks for, at every page size",
+    ),
+    Hook(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
         "tetris_sglang.runtime.cuda.hooks.make_capture_input",
         "AROUND",
@@ -421,6 +428,24 @@ SYMBOLS: tuple[Symbol, ...] = (
         "the target's ragged pass",
     ),
     Symbol(_SPEC + "spec_utils.draft_tp_context", ("layout",), "the draft's own tensor-parallel group"),
+    Symbol(
+        _SRT + "layers.moe.utils.speculative_moe_backend_context", (), "the draft's own kernels for experts"
+    ),
+    Symbol(
+        _SRT + "layers.moe.utils.speculative_moe_a2a_backend_context",
+        (),
+        "the draft's own kernels for experts",
+    ),
+    Symbol(_SRT + "mem_cache.allocation_sizing.get_alloc_page_size", (), "how long a request's row is"),
+    Symbol(
+        _SRT + "mem_cache.allocation_sizing.get_alloc_reserve_per_decode", (), "how long a request's row is"
+    ),
+    Symbol(_SRT + "environ.envs", ("SGLANG_RUST_SERVER",), "a server without plugins"),
+    Symbol(
+        _SRT + "utils.hf_transformers.common.get_generation_config",
+        ("model", "trust_remote_code", "revision"),
+        "sampling defaults that every request would have",
+    ),
     # -- logits and sampling
     Symbol(
         _SRT + "layers.sampler.Sampler.forward",
@@ -490,11 +515,12 @@ SYMBOLS: tuple[Symbol, ...] = (
 _SCHEDULER = "sglang.srt.managers.scheduler_components."
 _GRAPH_RUNNER = "sglang.srt.model_executor.runner."
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager."
+_POOLS = "sglang.srt.mem_cache."
 
 
 def _belongs_here(hook: Hook) -> bool:
     """Whether this process may call the hooked function; hooking it elsewhere would import half of SGLang."""
-    if hook.target.startswith(_SCHEDULER):
+    if hook.target.startswith((_SCHEDULER, _POOLS)):
         return "sglang.srt.managers.scheduler" in sys.modules
     if hook.target.startswith(_GRAPH_RUNNER):
         return "sglang.srt.managers.scheduler" in sys.modules and torch.cuda.is_available()

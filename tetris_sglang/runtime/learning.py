@@ -89,14 +89,12 @@ class AcceptanceLearner:
         calibration: refreshed with every few steps.
         evidence: of what the requests' texts say; refreshed with every step.
         history: of all request slots; refreshed with every step.
-        copies: whether a proposal's tensors are overwritten by the next step's (captured passes).
     """
 
     def __init__(
-        self, calibration: Calibration, evidence: EvidenceOffsets, history: AcceptanceHistory, copies: bool
+        self, calibration: Calibration, evidence: EvidenceOffsets, history: AcceptanceHistory
     ) -> None:
         self.calibration, self.evidence, self.history = calibration, evidence, history
-        self._copies = copies
         self._steps: list[tuple[Tensor, ...]] = []
         self._num_requests = 0
 
@@ -123,8 +121,6 @@ class AcceptanceLearner:
         if kinds is not None:
             self.evidence.observe(kinds, calibrated, judged.reached, judged.accepted)
             judged = judged._replace(reached=judged.reached & (kinds < FIRST_COPIED))
-        if self._copies:
-            probs = probs.clone()
         self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
         self._num_requests += len(probs)
         if len(self._steps) == _MOST_STEPS or self._num_requests >= _MOST_REQUESTS:

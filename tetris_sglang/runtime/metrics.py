@@ -6,6 +6,8 @@ from functools import cached_property
 
 from sglang.srt.runtime_context import get_observability
 
+from tetris_sglang.config import is_tetris
+
 
 class StepMetrics:
     """Host-side counters of one scheduler process; no device sync.
@@ -101,7 +103,7 @@ def add_request_meta_info(_result, manager, meta_info: dict, recv_obj, i: int) -
     SGLang takes every step for one of --speculative-num-steps drafts; the worker says how many there were (in
     block_accept_lens), and how many rows were verified, roots included (in cap_lens).
     """
-    if manager.server_args.speculative_algorithm != "TETRIS" or "spec_verify_ct" not in meta_info:
+    if not is_tetris(manager.server_args.speculative_algorithm) or "spec_verify_ct" not in meta_info:
         return
     drafted = recv_obj.spec_num_block_accept_tokens[i]
     selected = recv_obj.spec_num_cap_tokens[i] - meta_info["spec_verify_ct"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -85,21 +85,29 @@ class Operations(NamedTuple):
         )
 
 
-def warm_up(operations: Operations, max_batch_size: int, num_steps: int, req_to_token: Tensor) -> None:
+def warm_up(
+    operations: Operations,
+    max_batch_size: int,
+    num_drafted: Sequence[int],
+    width: int,
+    req_to_token: Tensor,
+) -> None:
     """Run every operation once for each power of two up to the largest batch: Triton compiles for each.
 
     Args:
+        num_drafted: tokens that a request may draft in a step. width: columns of the grid.
         req_to_token: SGLang's table; only read.
     """
     device = req_to_token.device
     for exponent in range(max(1, max_batch_size - 1).bit_length() + 1):
         batch_size = min(2**exponent, max_batch_size)
         capacity_tokens = batch_size
-        probs = torch.full((batch_size, num_steps), 0.5, device=device)
-        candidates = torch.zeros((batch_size, num_steps + 1), dtype=torch.int64, device=device)
+        candidates = torch.zeros((batch_size, width), dtype=torch.int64, device=device)
         seq_lens = torch.ones(batch_size, dtype=torch.int64, device=device)
         rows = torch.zeros_like(seq_lens)
-        draft_lens = operations.select(probs, capacity_tokens)
+        for num_drafts in num_drafted:
+            probs = torch.full((batch_size, num_drafts), 0.5, device=device)
+            draft_lens = operations.select(probs, capacity_tokens)
         packed = operations.pack(
             draft_lens, candidates, seq_lens, req_to_token, rows, batch_size + capacity_tokens
         )

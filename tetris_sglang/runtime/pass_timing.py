@@ -51,18 +51,25 @@ def load_or_time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows
         cached = PassTimes.from_json(json.loads(path.read_text()))
     except FileNotFoundError:
         pass
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("TETRIS: %s cannot be read (%s); timing again", path, error)
     else:
         if not _is_faster_now(cached, target_worker, draft, num_draft_tokens):
             return cached
         logger.info("TETRIS: this device is faster than when %s was written; timing again", path)
     times = time_passes(target_worker, draft, num_draft_tokens=num_draft_tokens, max_rows=max_rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Another server may write the same file at the same time.
     temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(times.to_json()))
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(times.to_json()))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning(
+            "TETRIS: the passes' times cannot be kept (%s); every start takes them anew. SGLANG_TETRIS_CACHE chooses a "
+            "folder that can be written",
+            error,
+        )
     return times
 
 

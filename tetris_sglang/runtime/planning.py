@@ -68,7 +68,7 @@ class StepPlanner:
             predicted_s = self._auto.step_times.observe(step.shape, step.seconds)
             self._metrics.observe_step_time(predicted_s, step.seconds)
         self._read_curves()
-        context_tokens = float(batch.seq_lens_sum or 0)
+        context_tokens = _count_context_tokens(batch)
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
         self._clock.describe(StepShape(batch_size, plan.depth, rows, context_tokens))
@@ -128,3 +128,10 @@ class StepPlanner:
             step = self._unread.popleft()
             (curves,) = step.curves.tensors
             step.expected = self._auto.curves.observe(curves.numpy(), step.batch_size, step.capacity_tokens)
+
+
+def _count_context_tokens(batch) -> float:
+    """Of all requests; 0 where only the device knows. SGLang forgets the sum whenever requests leave or join."""
+    if batch.seq_lens_sum is not None:
+        return float(batch.seq_lens_sum)
+    return 0.0 if batch.seq_lens_cpu is None else float(batch.seq_lens_cpu.sum())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tetris_sglang.config import is_tetris
 from tetris_sglang.runtime.request_options import parse
 
 # Sampling parameters that would not give what the server gives without speculation.
@@ -26,11 +27,17 @@ _UNSUPPORTED_FIELDS = {
     "custom_logit_processor": "custom logit processors are not told about drafted tokens",
     "return_hidden_states": "hidden states are not kept in a ragged verify pass",
     "input_embeds": "the draft model has no embeddings of its own for them",
+    "positional_embed_overrides": "the draft model has no embeddings of its own for them",
     "image_data": "multimodal inputs are not drafted for",
     "video_data": "multimodal inputs are not drafted for",
     "audio_data": "multimodal inputs are not drafted for",
     "return_sampling_mask": "sampling masks are not kept in a ragged verify pass",
 }
+
+
+def is_inexact(name: str, value: Any) -> bool:
+    """Whether a sampling parameter of this value would not give what the server gives without speculation."""
+    return name in _INEXACT and _INEXACT[name][0](value)
 
 
 def validate_request(
@@ -49,7 +56,8 @@ def validate_request(
         ValueError: SGLang answers it with a 400.
     """
     if input_ids is not None:
-        if len(input_ids) == 0:
+        # A session's turn may add nothing.
+        if len(input_ids) == 0 and getattr(obj, "session_params", None) is None:
             raise ValueError("The prompt is empty: give at least one token.")
         outside = next((token for token in input_ids if not 0 <= token < vocab_size), None)
         if outside is not None:
@@ -59,8 +67,8 @@ def validate_request(
     params = getattr(obj, "sampling_params", None)
     if isinstance(params, Mapping):
         params = {**(preferred_params or {}), **params}
-        for name, (is_given, reason) in _INEXACT.items():
-            if is_given(params.get(name)):
+        for name, (_, reason) in _INEXACT.items():
+            if is_inexact(name, params.get(name)):
                 raise ValueError(
                     f"{name}={params[name]} is not supported with --speculative-algorithm TETRIS: {reason}. Leave it "
                     f"out, or send the request to a server without speculation."
@@ -73,5 +81,5 @@ def validate_request(
 
 def guard_request(manager, obj, input_ids, *args, **kwargs) -> None:
     """BEFORE hook of TokenizerManager._validate_one_request."""
-    if manager.server_args.speculative_algorithm == "TETRIS":
+    if is_tetris(manager.server_args.speculative_algorithm):
         validate_request(obj, input_ids, manager.model_config.vocab_size, manager.preferred_sampling_params)

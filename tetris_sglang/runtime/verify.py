@@ -184,6 +184,7 @@ def sample_target(
     grid: Grid,
     packed: PackedTokens,
     num_tokens: int,
+    grammar_tree: GrammarTree | None,
     grammar_barrier,
 ) -> tuple[Tensor, Tensor | None]:
     """Draw the target's own token for every packed row, with the sampler that serves without speculation.
@@ -194,6 +195,7 @@ def sample_target(
     Args:
         logits_output: next_token_logits [rows, vocab], overwritten.
         num_tokens: rows that belong to a request; those after it, which fill a graph, are dropped.
+        grammar_tree: from `make_grammar_tree`, if a request has a grammar.
     Returns:
         target_tokens [num_tokens] integers, and the logits they were drawn from [num_tokens, vocab] if a request wants
         log-probabilities.
@@ -202,8 +204,8 @@ def sample_target(
     logits_output.next_token_logits = logits = logits_output.next_token_logits[:num_tokens]
     requests, columns = packed.requests[:num_tokens], packed.columns[:num_tokens]
     grammar_mask = None
-    if batch.has_grammar:
-        grammar_mask = _grammar_mask(batch, grid, requests, columns, grammar_barrier)
+    if grammar_tree is not None:
+        grammar_mask = _grammar_mask(batch, grid, grammar_tree, requests, columns, grammar_barrier)
     depths = columns if grid.shape is None else grid.shape.depths[requests, columns]
     adjust_logits(logits, batch, requests, depths, grammar_mask)
     logprob_logits = logits.clone() if batch.return_logprob else None
@@ -230,12 +232,15 @@ def sample_target(
     return tokens, logprob_logits
 
 
-def _grammar_mask(batch, grid: Grid, requests: Tensor, columns: Tensor, grammar_barrier):
-    """SGLang's grammar mask over the whole grid, cut down to the packed rows."""
+def make_grammar_tree(grid: Grid) -> GrammarTree:
+    """What grammars have to walk through, on its way to the host."""
     if grid.shape is None:
-        tree = GrammarTree.from_linear_chain(grid.tokens)
-    else:
-        tree = GrammarTree.from_device(*_link_nodes(grid.shape), grid.tokens)
+        return GrammarTree.from_linear_chain(grid.tokens)
+    return GrammarTree.from_device(*_link_nodes(grid.shape), grid.tokens)
+
+
+def _grammar_mask(batch, grid: Grid, tree: GrammarTree, requests: Tensor, columns: Tensor, grammar_barrier):
+    """SGLang's grammar mask over the whole grid, cut down to the packed rows."""
     mask = build_grammar_vocab_mask(
         reqs=batch.reqs,
         tree=tree,

@@ -9,6 +9,7 @@ import contextlib
 import logging
 
 import torch
+from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_device, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -45,6 +46,7 @@ from tetris_sglang.runtime.verify import (
     compute_logprobs,
     forward_target,
     graph_tier,
+    make_grammar_tree,
     sample_target,
 )
 from tetris_sglang.selection import AcceptanceHistory, Calibration, EvidenceOffsets
@@ -121,7 +123,6 @@ class TetrisWorker(BaseSpecWorker):
                 ),
                 EvidenceOffsets(INITIAL_OFFSETS, self.device),
                 AcceptanceHistory(len(pool.req_to_token), self.device),
-                copies=self.device == "cuda",
             )
             self._draft.calibrate = self.learner.calibrate
         if self.config.record is not None:
@@ -139,7 +140,17 @@ class TetrisWorker(BaseSpecWorker):
         super().init_cuda_graphs()
         if self.device == "cuda":
             pool = self._target_worker.model_runner.req_to_token_pool
-            warm_up(self._operations, pool.size, self.speculative_num_steps, pool.req_to_token)
+            # With all passes of the draft, and with none.
+            num_drafted = {self._draft.count_nodes(self.speculative_num_steps), self._draft.num_continued} - {
+                0
+            }
+            warm_up(
+                self._operations,
+                pool.size,
+                sorted(num_drafted),
+                self.speculative_num_draft_tokens,
+                pool.req_to_token,
+            )
         self.planner = self._make_planner()
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
@@ -216,6 +227,8 @@ class TetrisWorker(BaseSpecWorker):
                 columns = seq_lens[:, None] + torch.arange(grid.tokens.shape[1], device=seq_lens.device)
                 grid_slots = req_to_token[batch.req_pool_indices[:, None], columns].to(torch.int64)
 
+        # Copied to the host while the target's pass runs.
+        grammar_tree = make_grammar_tree(grid) if batch.has_grammar else None
         with self.phases("verify"):
             forward_batch, target_result = forward_target(
                 batch,
@@ -235,12 +248,16 @@ class TetrisWorker(BaseSpecWorker):
                 grid,
                 packed,
                 num_tokens,
+                grammar_tree,
                 grammar_barrier,
             )
             accepted = self._operations.accept_grid(tokens, packed, grid, seq_lens)
             if accepted.path is not None:
                 kv_pool = self._target_worker.model_runner.token_to_kv_pool
                 commit_paths(kv_pool, grid_slots, accepted.path, accepted.accept_lens)
+            if on_publish is not None:
+                # The next step waits for this, and for nothing that follows.
+                on_publish(accepted.new_seq_lens)
             if logprob_logits is not None:
                 compute_logprobs(batch, logits_output, logprob_logits, accepted, packed)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
@@ -266,8 +283,6 @@ class TetrisWorker(BaseSpecWorker):
                         packed.qo_indptr,
                         min(max_depth, capacity_tokens),
                     )
-        if on_publish is not None:
-            on_publish(accepted.new_seq_lens)
         num_drafted = 0 if proposal is None else proposal.tokens.shape[1]
         self.metrics.count_step(
             batch_size=batch_size,
@@ -296,7 +311,11 @@ class TetrisWorker(BaseSpecWorker):
     def _draft_context(self):
         if self._draft_worker is None:
             return contextlib.nullcontext()
-        return draft_tp_context(self._draft_worker.parallel_layout)
+        context = contextlib.ExitStack()
+        context.enter_context(draft_tp_context(self._draft_worker.parallel_layout))
+        context.enter_context(speculative_moe_backend_context())
+        context.enter_context(speculative_moe_a2a_backend_context())
+        return context
 
     # -- planning --------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,13 @@
 """Linear layers on weights laid out for few rows.
 
-A speculative pass multiplies large weights with 4 to 64 rows. `torch.nn.functional.linear` rearranges the weight for its
-kernel in every call, which at such sizes costs as much as the product; oneDNN does it once (docs/experiments.md).
+A speculative pass multiplies large weights with few rows. `torch.nn.functional.linear` rearranges the weight for its kernel
+in every call, which at such sizes costs as much as the product; oneDNN does it once (docs/experiments.md).
 """
 
 import torch
 from torch import Tensor
 
-# Below either, oneDNN's fixed cost per call (some 50 microseconds) is more than the rearranging.
-_MIN_ROWS = 4
+# Below, oneDNN's fixed cost per call (10 to 50 microseconds) is more than the rearranging.
 _MIN_WEIGHTS = 2**19
 # The row count that the layout is chosen for; it serves every other one as well.
 _TYPICAL_ROWS = 32
@@ -35,7 +34,6 @@ def apply(original, self, layer, x, bias=None):
         x.dtype != torch.float32
         or weight.dtype != torch.float32
         or weight.numel() < _MIN_WEIGHTS
-        or x.numel() < _MIN_ROWS * x.shape[-1]
         or not torch.backends.mkldnn.enabled
     ):
         return original(self, layer, x, bias)

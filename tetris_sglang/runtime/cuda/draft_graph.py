@@ -182,7 +182,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             req_pool_indices: [batch]. temperatures: [batch, 1].
             depth: the whole one for trees; chains are cut to it.
         Returns:
-            Views of the graph's output, valid until the next replay.
+            Copies: SGLang's graphs share one memory pool, so the target's replay overwrites this one's output.
         """
         batch_size = seq_lens.shape[0]
         size = self._pad_to_bucket(batch_size, self.capture_bs)
@@ -206,7 +206,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         rest.positions = self._draft_lens[:size].repeat_interleave(self.topk)
         self._plan(first, rest)
         outputs = self._replay_graph(self._make_graph_key(size), rest)
-        outputs = [output[:batch_size] for output in outputs]
+        outputs = [output[:batch_size].clone() for output in outputs]
         num_columns = 3 if self._draft.texts is None else 4
         columns, shape = outputs[:num_columns], outputs[num_columns:]
         if not shape:

@@ -21,6 +21,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "init_forward_metadata_in_graph",
             "init_forward_metadata_out_graph",
             "kv_index_translator",
+            "use_paged",
             "prefill_backend",
             "supports_ragged_verify_graph",
             "workspace_buffer",

@@ -121,7 +121,7 @@ class VerifyPlan:
         self.wrapper.plan(
             self.qo_indptr,
             self.kv_indptr,
-            self._kv_indices,
+            self._kv_indices[:0],  # in place already
             self._last_page_len,
             *self._geometry,
             causal=self._packed_mask is None,
