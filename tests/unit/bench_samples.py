@@ -3,7 +3,6 @@
 from tetris_sglang.bench.settings import QUICK, build_settings
 
 OPTIONS = {
-    "arms": "none,standalone,tetris",
     "topk": "1",
     "concurrency": "1,16",
     "output_len": 64,
@@ -17,7 +16,7 @@ OPTIONS = {
 
 
 def make_settings(**options):
-    return build_settings(preset=QUICK, options=OPTIONS | options)
+    return build_settings(preset=QUICK, options={"arms": "none,standalone,tetris"} | OPTIONS | options)
 
 
 def make_sample(arm, *, tokens_per_s, repeat=0, group=0, concurrency=1, temperature=0.0, **changes):

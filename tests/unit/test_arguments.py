@@ -114,7 +114,7 @@ def test_a_flag_wins_over_its_variable(parser, environment):
         ("--speculative-tetris-capacity-tokens", "-4", "must be a whole number above 0"),
         ("--speculative-tetris-capacity-tokens", "2.5", "must be a whole number"),
         ("--speculative-tetris-selection", "best", "must be one of tetris, uniform, random"),
-        ("--speculative-tetris-phase-times", "maybe", "must be one of 1, true, yes, 0, false, no"),
+        ("--speculative-tetris-phase-times", "maybe", "must be one of on, true, yes, 1, off, false, no, 0"),
     ],
 )
 def test_a_bad_flag_ends_parsing(parser, environment, capsys, flag, value, rule):

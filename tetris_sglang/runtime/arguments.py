@@ -9,7 +9,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.environ import envs
+from sglang.srt import environ
 from sglang.srt.utils.hf_transformers.common import get_generation_config
 
 from tetris_sglang.config import (
@@ -208,7 +208,7 @@ def validate_server_args(args) -> None:
                 f"{item.flag} {getattr(args, item.argument)!r} does not work with --speculative-algorithm TETRIS: "
                 f"{item.reason}. Remove that flag, or choose another --speculative-algorithm."
             )
-    if envs.SGLANG_RUST_SERVER.get():
+    if environ.envs.SGLANG_RUST_SERVER.get():
         raise ValueError(
             f"SGLANG_RUST_SERVER=1 does not work with --speculative-algorithm TETRIS: {_UNGUARDED}. Unset that variable."
         )

@@ -440,7 +440,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         _SRT + "mem_cache.allocation_sizing.get_alloc_reserve_per_decode", (), "how long a request's row is"
     ),
-    Symbol(_SRT + "environ.envs", ("SGLANG_RUST_SERVER",), "a server without plugins"),
+    Symbol(_SRT + "environ.Envs", ("SGLANG_RUST_SERVER",), "a server without plugins"),
     Symbol(
         _SRT + "utils.hf_transformers.common.get_generation_config",
         ("model", "trust_remote_code", "revision"),
