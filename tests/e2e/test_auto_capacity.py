@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -45,6 +46,19 @@ def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plai
     # A step may still be running.
     plain_steps = auto.metric("sglang:tetris_plain_steps_total")
     assert after["plain_steps"] <= plain_steps <= auto.tetris_state()["plain_steps"]
+
+
+def test_requests_that_fill_the_context_leave_their_neighbours_alone(plain, auto, mixed_prompts):
+    """The last steps reserve more slots than the context has left; a request's row holds them."""
+    context_len, rng = 2048, random.Random(0)
+    full = [[rng.randrange(300, 2000) for _ in range(context_len - 2 - 40)] for _ in range(3)]
+    prompts = [full[0], *mixed_prompts[:2], full[1], *mixed_prompts[2:4], full[2], *mixed_prompts[4:6]]
+    params = {"max_new_tokens": 40, "ignore_eos": True}
+    outputs = auto.generate_all(prompts, concurrency=len(prompts), **params)
+    assert texts(outputs) == texts(plain.generate_all(prompts, **params))
+    assert [o["meta_info"]["completion_tokens"] for o in outputs] == [40] * len(prompts)
+    auto.flush_cache()
+    assert auto.is_alive()
 
 
 def test_it_says_what_it_believes(auto, mixed_prompts):

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tetris_sglang.acceptance import accept_chain, accept_tree
 from tetris_sglang.drafting import (
@@ -52,6 +54,32 @@ def grow(seed: int, batch: int, branches: int, depth: int, max_nodes: int, tied:
         frontiers.append((grower.frontier_tokens.clone(), grower.frontier_rows))
         grower.grow(tokens, probs)
     return grower.finish(max_nodes), levels, frontiers
+
+
+class OnDeviceOnly(TorchDispatchMode):
+    """Refuses whatever makes a tensor anywhere but on the meta device: on a GPU it would have to be copied there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert all(x.is_meta for x in tree_leaves(result) if isinstance(x, torch.Tensor)), func
+        return result
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_growing_copies_nothing_to_the_device(branches):
+    """Drafts grow inside a captured CUDA graph, where a copy from the host ends the capture."""
+    with OnDeviceOnly():
+        tokens = torch.empty(2, branches, dtype=torch.int64, device="meta")
+        probs = torch.empty(2, branches, device="meta")
+        grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs)
+        for _ in range(2):
+            grower.grow(
+                tokens[:, :, None].expand(2, branches, branches),
+                probs[:, :, None].expand(2, branches, branches),
+            )
+        grower.finish(3)
+        with pytest.raises(AssertionError):  # the check can fail
+            torch.tensor([1, 2])
 
 
 SHAPES = st.tuples(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,6 +175,31 @@ def test_what_the_readme_lists_is_refused():
     }
 
 
+def test_a_server_without_plugins_is_refused(make_args, monkeypatch):
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    assert_refused(make_args(), "SGLANG_RUST_SERVER=1", "Unset")
+
+
+def test_positions_of_several_dimensions_are_refused(make_args, write_config):
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    target = write_config("images", rope_parameters=rope)
+    assert_refused(make_args(model_path=target), f"--model-path {target}", "--language-model-only")
+    validate_server_args(make_args(model_path=target, language_model_only=True))
+
+
+def test_penalties_that_requests_would_not_have_asked_for_are_refused(make_args):
+    args = make_args()
+    path = Path(args.model_path, "generation_config.json")
+    path.write_text(json.dumps({"repetition_penalty": 1.05, "top_p": 0.8}))
+    assert_refused(args, f"--model-path {args.model_path}", "1.05", "--sampling-defaults openai")
+    validate_server_args(make_args(sampling_defaults="openai"))
+    path.write_text(json.dumps({"repetition_penalty": 1.0, "top_p": 0.8}))
+    validate_server_args(args)
+    preferred = make_args(preferred_sampling_params='{"temperature": 0.7, "presence_penalty": 0.5}')
+    assert_refused(preferred, "--preferred-sampling-params", "presence_penalty=0.5")
+    validate_server_args(make_args(preferred_sampling_params='{"temperature": 0.7}'))
+
+
 def test_a_good_pair_is_accepted(make_args):
     validate_server_args(make_args())
     validate_server_args(
@@ -288,10 +314,20 @@ def test_trees_share_no_pages(make_args):
     assert_refused(make_args(speculative_eagle_topk=2, page_size=16), "--page-size 16", "--page-size 1")
 
 
-def test_trees_on_gpus_need_flashinfer(make_args):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_backend",
+        "prefill_attention_backend",
+        "decode_attention_backend",
+        "speculative_draft_attention_backend",
+    ],
+)
+def test_trees_on_gpus_need_flashinfer(make_args, name):
+    validate_server_args(make_args(device="cuda", **{name: "fa3"}))
     assert_refused(
-        make_args(speculative_eagle_topk=2, device="cuda", attention_backend="fa3"),
-        "--attention-backend fa3",
+        make_args(speculative_eagle_topk=2, device="cuda", **{name: "fa3"}),
+        f"--{name.replace('_', '-')} fa3",
         "--speculative-eagle-topk 2",
         "flashinfer",
     )

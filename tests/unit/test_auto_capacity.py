@@ -22,6 +22,7 @@ from tetris_sglang.capacity import (
     measure_curves,
 )
 from tetris_sglang.drafting import Proposal
+from tetris_sglang.runtime import pass_timing
 from tetris_sglang.runtime.planning import StepPlanner
 from tetris_sglang.selection import select_prefixes
 
@@ -320,6 +321,19 @@ def test_what_the_texts_hold_says_nothing_about_a_draft_that_is_better():
     assert at[1:] == pytest.approx(before, rel=0.01)
 
 
+# -- times of passes -------------------------------------------------------------------------------------------------
+
+
+def test_times_that_cannot_be_kept_are_taken_anew(monkeypatch, tmp_path, caplog):
+    """A read-only file system, or another user's folder, is no reason not to serve."""
+    timed, no_folder = PassTimes({1: 1e-2}, {1: 1e-3}, {1: 1e-3}), tmp_path / "file"
+    no_folder.write_text("")
+    monkeypatch.setattr(pass_timing, "_cache_path", lambda *_: no_folder / "times.json")
+    monkeypatch.setattr(pass_timing, "time_passes", lambda *_, **__: timed)
+    assert pass_timing.load_or_time_passes(None, None, num_draft_tokens=3, max_rows=8) is timed
+    assert "cannot be kept" in caplog.text and "SGLANG_TETRIS_CACHE" in caplog.text
+
+
 # -- the planner -----------------------------------------------------------------------------------------------------
 
 
@@ -348,3 +362,20 @@ def test_late_results_do_not_count_against_the_draft(batch_size, lag):
         if step >= lag:
             planner.after_result(accepted[step - lag])
     assert policy.curves.confidence == pytest.approx(0.5, rel=0.05 if batch_size > 1 else 0.1)
+
+
+@pytest.mark.parametrize(
+    "known, lens, expected", [(700, None, 700), (None, [300, 400], 700), (None, None, 0)]
+)
+def test_context_is_counted_also_when_requests_have_just_left(known, lens, expected):
+    """SGLang forgets the sum of the lengths whenever requests leave or join."""
+    policy = AutoCapacity(
+        StepTimeModel(PassTimes({1: 1e-2}, {1: 1e-3}, {1: 1e-3}), max_rows=256, max_batch_size=32),
+        AcceptCurves(4, capacity_shares(4)),
+    )
+    seen = []
+    policy.choose = lambda batch_size, limits, context_tokens: seen.append(context_tokens) or StepPlan(0, 0)
+    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu")
+    lens = None if lens is None else torch.tensor(lens)
+    planner.plan(SimpleNamespace(reqs=[None] * 2, seq_lens_sum=known, seq_lens_cpu=lens), 2)
+    assert seen == [expected]

@@ -153,3 +153,15 @@ def test_only_steps_between_steps_are_timed(monkeypatch):
     assert step(shapes[3], 4.0) == []
     assert step(shapes[4], 5.0) == []
     assert step(shapes[5], 6.0) == [TimedStep(shapes[4], 5.0)]
+
+
+def test_who_has_just_been_prefilled_misses_nothing():
+    """After a plain period ended with its requests, the next step has nothing to catch up on."""
+    missed = make_missed()
+    rows = torch.tensor([2, 5])
+    missed.push(rows, Window(torch.tensor([[1], [2]])))
+    assert missed.num_tokens == 1
+    missed.forget_rows(rows[:1])
+    assert missed.num_tokens == 1
+    missed.forget_rows(rows[1:])
+    assert missed.num_tokens == 0

@@ -194,6 +194,19 @@ def test_engine_argument_wins_over_the_variable():
     assert TetrisConfig.from_environment(4, environment).capacity_tokens == 9
 
 
+def test_one_engines_arguments_do_not_reach_the_next_one():
+    environment = {TOKENS: "4", "SGLANG_TETRIS_DRAFT": "ngram"}
+    export_arguments(
+        {"speculative_tetris_phase_times": True, "speculative_tetris_selection": "random"}, environment
+    )
+    export_arguments({"speculative_tetris_selection": "uniform"}, environment)
+    assert environment == {
+        TOKENS: "4",
+        "SGLANG_TETRIS_DRAFT": "ngram",
+        "SGLANG_TETRIS_SELECTION": "uniform",
+    }
+
+
 @pytest.mark.parametrize("value", [0, -3, 2.5, float("nan"), "many", True])
 def test_bad_engine_argument(value):
     with pytest.raises(ValueError, match="speculative_tetris_capacity_tokens=.*must be a whole number"):

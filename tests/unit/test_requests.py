@@ -126,10 +126,16 @@ def make_manager(algorithm: str | None, preferred_params: dict | None = None) ->
     )
 
 
-def test_hook_guards_a_tetris_server():
+@pytest.mark.parametrize("algorithm", ["TETRIS", "tetris"])
+def test_hook_guards_a_tetris_server(algorithm):
+    """However it is spelled on the command line."""
     with pytest.raises(ValueError, match="empty"):
-        guard_request(make_manager("TETRIS"), make_request(), [])
-    assert guard_request(make_manager("TETRIS"), make_request(), PROMPT) is None
+        guard_request(make_manager(algorithm), make_request(), [])
+    assert guard_request(make_manager(algorithm), make_request(), PROMPT) is None
+
+
+def test_a_turn_of_a_session_may_add_nothing():
+    guard_request(make_manager("TETRIS"), make_request(session_params={"id": "one"}), [])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +240,13 @@ def _powers_of_two(largest: int) -> list[int]:
     return [2**i for i in range(max(1, largest).bit_length())]
 
 
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # a container's user may have none
+        return Path(tempfile.gettempdir())
+
+
 def _cache_path(target_worker, draft, num_draft_tokens: int) -> Path:
     runners = [target_worker.model_runner] + ([] if draft is None else [draft.draft_runner])
     described = [
@@ -256,5 +264,5 @@ def _cache_path(target_worker, draft, num_draft_tokens: int) -> Path:
         os.cpu_count(),
     ]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
-    folder = os.environ.get("SGLANG_TETRIS_CACHE") or Path.home() / ".cache" / "tetris_sglang"
+    folder = os.environ.get("SGLANG_TETRIS_CACHE") or _home() / ".cache" / "tetris_sglang"
     return Path(folder) / "pass_times" / f"{digest}.json"

@@ -38,6 +38,8 @@ class HostOperators(TorchDispatchMode):
         on_cuda = any(t.is_cuda for t in tensors) or (
             device is not None and torch.device(device).type == "cuda"
         )
+        if name in ("copy_", "_to_copy") and torch.cuda.is_current_stream_capturing():
+            _refuse_host_copy(tensors, device, kwargs)
         if not on_cuda or func.namespace != "aten" or name in _NATIVE or name.startswith("empty"):
             return func(*args, **kwargs)
         if not tensors and _result_bytes(name, args, kwargs) > MAX_BYTES:
@@ -53,6 +55,21 @@ class HostOperators(TorchDispatchMode):
         if any(alias is not None and not alias.is_write for alias in returned):
             return func(*args, **kwargs)  # a view: nothing is computed
         return _run_on_host(func, args, kwargs)
+
+
+def _refuse_host_copy(tensors: list[Tensor], device, kwargs) -> None:
+    """As CUDA does: a copy from pageable memory waits for the stream, which ends a capture."""
+    to_cuda = tensors[0].is_cuda if device is None else torch.device(device).type == "cuda"
+    source = tensors[-1]
+    if (
+        to_cuda
+        and not source.is_cuda
+        and source.dim()
+        and not (kwargs.get("non_blocking") and source.is_pinned())
+    ):
+        raise RuntimeError(
+            f"no-op CUDA: {tuple(source.shape)} {source.dtype} is copied from the host while a graph is captured"
+        )
 
 
 def _result_bytes(name: str, args, kwargs) -> int:
