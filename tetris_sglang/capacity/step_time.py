@@ -71,6 +71,8 @@ _NOISE = 0.08
 """Standard deviation of one step's time, relative."""
 _DRIFT = 2e-4
 """Share of the prior's variance that returns with every step: how fast the machine may change."""
+_DRAW_SHARE = 0.4
+"""Of the deviations, in what is drawn: whole ones try more than the tries are worth (docs/experiments.md)."""
 _OUTLIER_DEVIATIONS = 2.5
 """A step further off than that counts as that far; one that took so much longer and stands alone (first-use compilation,
 another process's burst, a process that was suspended) does not count at all."""
@@ -156,7 +158,7 @@ class StepTimeModel:
         """Parameters [num_parameters] as they may well be: likely where steps have shown them, uncertain elsewhere."""
         spread, directions = np.linalg.eigh(self._covariance)
         scale = np.sqrt(np.maximum(spread, 0.0))
-        return self._values + directions @ (scale * random.standard_normal(len(scale)))
+        return self._values + _DRAW_SHARE * (directions @ (scale * random.standard_normal(len(scale))))
 
     def _bound(self, values: np.ndarray) -> np.ndarray:
         """Nothing takes next to no time, and more rows take no less."""
