@@ -187,14 +187,16 @@ def test_positions_of_several_dimensions_are_refused(make_args, write_config):
     validate_server_args(make_args(model_path=target, language_model_only=True))
 
 
-def test_penalties_that_requests_would_not_have_asked_for_are_refused(make_args):
-    args = make_args()
-    path = Path(args.model_path, "generation_config.json")
-    path.write_text(json.dumps({"repetition_penalty": 1.05, "top_p": 0.8}))
-    assert_refused(args, f"--model-path {args.model_path}", "1.05", "--sampling-defaults openai")
-    validate_server_args(make_args(sampling_defaults="openai"))
-    path.write_text(json.dumps({"repetition_penalty": 1.0, "top_p": 0.8}))
-    validate_server_args(args)
+def test_penalties_that_requests_would_not_have_asked_for_are_refused(make_args, write_config):
+    neutral, penalised = write_config("neutral"), write_config("penalised")
+    Path(neutral, "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.0, "top_p": 0.8}))
+    Path(penalised, "generation_config.json").write_text(
+        json.dumps({"repetition_penalty": 1.05, "top_p": 0.8})
+    )
+    validate_server_args(make_args(model_path=neutral))
+    args = make_args(model_path=penalised)
+    assert_refused(args, f"--model-path {penalised}", "1.05", "--sampling-defaults openai")
+    validate_server_args(make_args(model_path=penalised, sampling_defaults="openai"))
     preferred = make_args(preferred_sampling_params='{"temperature": 0.7, "presence_penalty": 0.5}')
     assert_refused(preferred, "--preferred-sampling-params", "presence_penalty=0.5")
     validate_server_args(make_args(preferred_sampling_params='{"temperature": 0.7}'))
