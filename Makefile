@@ -1,4 +1,5 @@
-# `make` lists the targets. Everything is installed into .venv; nothing outside this folder is changed.
+# `make` lists the targets. Everything is installed into .venv; models made for the demo and the benchmarks are kept in
+# ~/.cache/tetris_sglang (SGLANG_TETRIS_CACHE). As root, a missing python3-venv is installed with apt.
 .DEFAULT_GOAL := help
 .PHONY: help env demo test bench check lint clean gpu-bundle gpu-dry-run gpu-check
 
@@ -26,7 +27,7 @@ test: env ## the whole test suite
 	$(VENV)/bin/python -m pytest -n 2 --durations 25
 
 # ARGS="--full --resume" compares everything, for hours.
-bench: env ## no speculation, STANDALONE and TETRIS side by side
+bench: env ## no speculation, STANDALONE and TETRIS, fixed and automatic, side by side
 	$(VENV)/bin/tetris-sglang bench --out build/bench.json $(ARGS)
 
 check: env ## what is installed, and what would stop TETRIS from starting
