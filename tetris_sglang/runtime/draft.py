@@ -44,6 +44,7 @@ from tetris_sglang.drafting import (
 )
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.catch_up import MissedTokens
+from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.windows import (
     Window,
@@ -164,7 +165,7 @@ class ModelDraft:
             next_token_ids: [batch] the target's next tokens.
             kv_loc_plan: the target pass's plan; the draft writes the same slots.
         """
-        last_rows = torch.tensor(batch.extend_lens, device=input_ids.device).cumsum(0) - 1
+        last_rows = send(batch.extend_lens, input_ids.device).cumsum(0) - 1
         batch.input_ids = input_ids
         if self.shift:
             batch.input_ids = input_ids.roll(-1)
@@ -438,12 +439,10 @@ class ModelDraft:
                 tokens[row, -n:] = torch.tensor(req.get_fill_ids()[prefix_len - n : prefix_len])
         device = batch.seq_lens.device
         ends_cpu = torch.tensor(prefix_lens)
-        missed = Window(
-            tokens.to(device, non_blocking=True), torch.tensor(lens).to(device, non_blocking=True)
-        )
+        missed = Window(send(tokens, device), send(lens, device))
         batch = copy.copy(batch)
         batch.return_logprob = False
-        self._write(batch, missed, ends_cpu.to(device, non_blocking=True), ends_cpu)
+        self._write(batch, missed, send(ends_cpu, device), ends_cpu)
 
     def _write(self, batch, missed: Window, ends: Tensor, ends_cpu: Tensor | None) -> None:
         """Write the draft's KV of the last tokens before `ends` [batch], the columns of `missed`; changes `batch`."""

@@ -1,9 +1,19 @@
-"""Values of the device that the host reads once they have come in, without waiting for them."""
+"""Values on their way between the host and the device, which nobody waits for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+def send(values: Sequence[float] | Tensor, device: torch.device | str) -> Tensor:
+    """Numbers of the host, or a tensor of it, to the device. From memory that is not pinned CUDA would make the host wait."""
+    tensor = torch.as_tensor(values)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetris_sglang.runtime.host_copy import send
+
 
 def adjust_logits(logits: Tensor, batch, requests: Tensor, depths: Tensor, grammar_mask) -> None:
     """Apply, in place, what a decode step at each row's position would apply.
@@ -32,8 +34,8 @@ def _forbid_early_stop(logits: Tensor, batch, requests: Tensor, depths: Tensor) 
     Upstream's speculation masks by the number of steps, not of tokens (penaltylib/min_new_tokens.py).
     """
     device = logits.device
-    bounds = torch.tensor(
-        [len(req.origin_input_ids) + req.sampling_params.min_new_tokens for req in batch.reqs], device=device
+    bounds = send(
+        [len(req.origin_input_ids) + req.sampling_params.min_new_tokens for req in batch.reqs], device
     )
     # The token drawn in a row lands at position seq_lens + depth + 1.
     early = batch.seq_lens[requests] + depths + 1 < bounds[requests]
@@ -41,7 +43,7 @@ def _forbid_early_stop(logits: Tensor, batch, requests: Tensor, depths: Tensor) 
     for i, req in enumerate(batch.reqs):
         if req.sampling_params.min_new_tokens:
             stop_mask[i, sorted(_stop_token_ids(req))] = True
-    logits.masked_fill_(stop_mask.to(device)[requests] & early.unsqueeze(1), float("-inf"))
+    logits.masked_fill_(send(stop_mask, device)[requests] & early.unsqueeze(1), float("-inf"))
 
 
 def _stop_token_ids(req) -> set[int]:

@@ -17,7 +17,7 @@ from tetris_sglang import __version__
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.drafting import Grid, Proposal, least_passes, tree_survival
 from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.runtime.host_copy import HostCopy
+from tetris_sglang.runtime.host_copy import HostCopy, send
 from tetris_sglang.runtime.learning import judge_nodes
 from tetris_sglang.selection import survival_from_probs
 from tetris_sglang.trace import open_for_writing, row_type
@@ -76,7 +76,6 @@ class StepRecorder:
         )
         self._file.flush()
         self._row_type, self._num_continued = row_type(num_nodes), num_continued
-        self._on_cuda = device == "cuda"
         self._num_steps = 0
         # By request, so that one that is retracted keeps its number in another slot.
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -94,8 +93,7 @@ class StepRecorder:
             if req not in self._numbers:
                 self._numbers[req] = self._num_requests
                 self._num_requests += 1
-        numbers = torch.tensor([self._numbers[req] for req in reqs], pin_memory=self._on_cuda)
-        self._slot_numbers[slots] = numbers.to(self._slot_numbers.device, non_blocking=True)
+        self._slot_numbers[slots] = send([self._numbers[req] for req in reqs], self._slot_numbers.device)
 
     def add(
         self,

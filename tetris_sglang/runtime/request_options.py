@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tetris_sglang.runtime.host_copy import send
+
 LARGEST_WEIGHT = 64.0
 SMALLEST_WEIGHT = 1 / LARGEST_WEIGHT
 _KEY = "tetris"
@@ -108,12 +110,8 @@ class RequestWeights:
         options = [self._special.get(req, DEFAULT) for req in reqs]
         if all(option is DEFAULT for option in options):
             return None
-        weights = [option.weight if option.speculate else 0.0 for option in options]
-        on_cuda = self._device.type == "cuda"
-        on_host = torch.tensor(weights, dtype=torch.float32, pin_memory=on_cuda)
-        return Adjustment(
-            on_host.to(self._device, non_blocking=True), sum(option.speculate for option in options)
-        )
+        weights = [float(option.weight) if option.speculate else 0.0 for option in options]
+        return Adjustment(send(weights, self._device), sum(option.speculate for option in options))
 
 
 def _parse_speculate(value: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.drafting import Precedent, find_precedent
+from tetris_sglang.runtime.host_copy import send
 
 WINDOW = 2048
 """Tokens of a text, the newest, that are searched: what a step pays for however short the texts are."""
@@ -41,12 +42,8 @@ class RequestTexts:
         # One copy for all: where each text begins in it, and which column its tokens go to.
         starts = torch.tensor([0, *accumulate(lens)][:-1])
         columns = torch.arange(sum(lens)) - starts.repeat_interleave(torch.tensor(lens))
-        rows = batch.req_pool_indices.repeat_interleave(
-            torch.tensor(lens).to(device, non_blocking=True), output_size=sum(lens)
-        )
-        self.tokens[rows, columns.to(device, non_blocking=True)] = torch.cat(texts).to(
-            device, torch.int32, non_blocking=True
-        )
+        rows = batch.req_pool_indices.repeat_interleave(send(lens, device), output_size=sum(lens))
+        self.tokens[rows, send(columns, device)] = send(torch.cat(texts).to(torch.int32), device)
         self.tokens[batch.req_pool_indices, batch.seq_lens] = next_token_ids.to(torch.int32)
 
     def append(self, batch, target_tokens: Tensor) -> None:
