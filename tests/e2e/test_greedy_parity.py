@@ -77,6 +77,27 @@ def test_parallel_samples(plain, featured, mixed_prompts):
     assert len(set(texts(sampled))) > 1
 
 
+def test_penalties(plain, featured, mixed_prompts):
+    """Drafts before a row in the same step count, and so does every token of the step before. (Upstream's speculation counts
+    one token per step.)"""
+    wishes = [
+        {"frequency_penalty": 0.8},
+        {"presence_penalty": 1.5},
+        {"repetition_penalty": 1.4},
+        {"frequency_penalty": -0.1, "presence_penalty": 0.3},
+        {},
+    ]
+    each = [wishes[i % len(wishes)] for i in range(10)]
+    params = {"max_new_tokens": 48, "ignore_eos": True}
+    expected = plain.generate_all(mixed_prompts[:10], each=each, **params)
+    actual = featured.generate_all(mixed_prompts[:10], each=each, **params)
+    assert texts(actual) == texts(expected)
+    # They mattered, and only where they were asked for.
+    free = texts(plain.generate_all(mixed_prompts[:10], **params))
+    same = [a == b for a, b in zip(texts(expected), free, strict=True)]
+    assert same[4] and same[9] and sum(same) <= 4
+
+
 def test_min_new_tokens(plain, featured, mixed_prompts):
     """Stop tokens are masked by tokens generated, not by steps (upstream's speculation counts steps)."""
     outputs = plain.generate_all(mixed_prompts[:12], max_new_tokens=48)

@@ -20,9 +20,7 @@ from tests.e2e.client import make_request
         (make_request([5, 1_000_000], max_new_tokens=4), "1000000"),
         (make_request([5, -3], max_new_tokens=4), "-3"),
         (make_request("a", temperature=-0.5, max_new_tokens=4), "temperature"),
-        (make_request("a", frequency_penalty=0.5, max_new_tokens=4), "frequency_penalty"),
-        (make_request("a", presence_penalty=0.5, max_new_tokens=4), "presence_penalty"),
-        (make_request("a", repetition_penalty=1.2, max_new_tokens=4), "repetition_penalty"),
+        (make_request("a", frequency_penalty=5, max_new_tokens=4), "frequency_penalty"),
         ({**make_request("a", max_new_tokens=4), "lora_path": "adapter"}, "lora"),
         ({**make_request("a", max_new_tokens=4), "return_hidden_states": True}, "hidden_states"),
     ],
@@ -34,11 +32,11 @@ def test_bad_requests_get_4xx_and_the_server_stays_up(overlap, body, named):
     assert overlap.generate("def", max_new_tokens=3)["meta_info"]["completion_tokens"] >= 1
 
 
-def test_openai_api_refuses_penalties_with_400(overlap):
-    body = {"model": "default", "prompt": "def", "max_tokens": 4, "frequency_penalty": 0.7}
+def test_openai_api_refuses_with_400(overlap):
+    body = {"model": "default", "prompt": "def", "max_tokens": 4, "return_hidden_states": True}
     response = overlap.post("/v1/completions", body)
     assert response.status_code == 400
-    assert "frequency_penalty" in response.text
+    assert "return_hidden_states" in response.text
 
 
 def test_aborts_leak_no_slot(tetris, mixed_prompts):

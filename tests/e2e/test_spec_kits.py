@@ -1,6 +1,6 @@
 """SGLang's own test kits for speculative servers, from its wheel, against a TETRIS server of every kind.
 
-Not run: SpecAccuracyKit and SpecPerfKit need GSM8K; SpecPenaltyKit sends penalties, which TETRIS refuses by name;
+Not run: SpecAccuracyKit and SpecPerfKit need GSM8K; SpecPenaltyKit looks for crashes alone, test_greedy_parity compares;
 SpecHiddenStatesKit and SpecSamplingMaskKit test features that TETRIS refuses by name.
 """
 

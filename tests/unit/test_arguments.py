@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -185,21 +184,6 @@ def test_positions_of_several_dimensions_are_refused(make_args, write_config):
     target = write_config("images", rope_parameters=rope)
     assert_refused(make_args(model_path=target), f"--model-path {target}", "--language-model-only")
     validate_server_args(make_args(model_path=target, language_model_only=True))
-
-
-def test_penalties_that_requests_would_not_have_asked_for_are_refused(make_args, write_config):
-    neutral, penalised = write_config("neutral"), write_config("penalised")
-    Path(neutral, "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.0, "top_p": 0.8}))
-    Path(penalised, "generation_config.json").write_text(
-        json.dumps({"repetition_penalty": 1.05, "top_p": 0.8})
-    )
-    validate_server_args(make_args(model_path=neutral))
-    args = make_args(model_path=penalised)
-    assert_refused(args, f"--model-path {penalised}", "1.05", "--sampling-defaults openai")
-    validate_server_args(make_args(model_path=penalised, sampling_defaults="openai"))
-    preferred = make_args(preferred_sampling_params='{"temperature": 0.7, "presence_penalty": 0.5}')
-    assert_refused(preferred, "--preferred-sampling-params", "presence_penalty=0.5")
-    validate_server_args(make_args(preferred_sampling_params='{"temperature": 0.7}'))
 
 
 def test_a_good_pair_is_accepted(make_args):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +12,14 @@ from tetris_sglang.runtime.cpu.activate import activate
 
 activate()  # as SGLang does, before its modules are imported
 
-from tetris_sglang.drafting import Proposal, TreeShape, ancestor_mask, make_grid
+from tetris_sglang.drafting import Grid, Proposal, TreeShape, ancestor_mask, make_grid
 from tetris_sglang.kernels.tree_mask import pack_tree_mask_reference
 from tetris_sglang.runtime import inventory
 from tetris_sglang.runtime.draft import most_likely
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.phases import PhaseTimer
+from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.verify import _link_nodes, commit_paths, make_verify_input
 from tetris_sglang.runtime.windows import Window, align_right, make_draft_input, read_window
 
@@ -145,12 +147,24 @@ def test_accepted_nodes_move_to_their_depths():
     assert pool.values[30:].tolist() == [30, 31, 34, 33, 34, 35, 36, 37, 38, 39]
 
 
-def _request(prompt_len: int, min_new_tokens: int, stop_token_ids=None):
+NO_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
+
+def _request(prompt_len: int, min_new_tokens: int, stop_token_ids=None, output_len: int = 0, **penalties):
     return SimpleNamespace(
         origin_input_ids=[1] * prompt_len,
-        sampling_params=SimpleNamespace(min_new_tokens=min_new_tokens, stop_token_ids=stop_token_ids),
+        output_ids=[1] * output_len,
+        sampling_params=SimpleNamespace(
+            min_new_tokens=min_new_tokens, stop_token_ids=stop_token_ids, **(NO_PENALTIES | penalties)
+        ),
         eos_token_ids={2},
         tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=3),
+    )
+
+
+def _sampling_info(is_required: bool = True, logit_bias=None):
+    return SimpleNamespace(
+        logit_bias=logit_bias, penalizer_orchestrator=SimpleNamespace(is_required=is_required)
     )
 
 
@@ -158,11 +172,10 @@ def test_stop_tokens_are_masked_by_position_not_by_step():
     # Request 0: 4 prompt tokens, 6 with KV, so its rows draw output tokens number 3, 4, 5 (from 0); the first 5 must not
     # stop. Request 1 has no minimum. Request 2 draws its output token number 1, and must not stop before 9.
     requests = [_request(4, 5, {7}), _request(4, 0, {7}), _request(3, 9)]
-    batch = SimpleNamespace(
-        reqs=requests, seq_lens=torch.tensor([6, 6, 3]), sampling_info=SimpleNamespace(logit_bias=None)
-    )
+    batch = SimpleNamespace(reqs=requests, seq_lens=torch.tensor([6, 6, 3]), sampling_info=_sampling_info())
     logits = torch.zeros(6, 10)
-    adjust_logits(logits, batch, *pack([2, 1, 0]), grammar_mask=None)
+    grid = make_grid(torch.zeros(3, dtype=torch.int64), None, 0, 3)
+    adjust_logits(logits, batch, grid, *pack([2, 1, 0]), texts=None, grammar_mask=None)
     masked = [row.isinf().nonzero().flatten().tolist() for row in logits]
     assert masked == [[2, 3, 7], [2, 3, 7], [], [], [], [2, 3]]
 
@@ -171,11 +184,77 @@ def test_bias_is_added_to_each_row_of_its_request():
     batch = SimpleNamespace(
         reqs=[_request(4, 0), _request(4, 0)],
         seq_lens=torch.tensor([5, 5]),
-        sampling_info=SimpleNamespace(logit_bias=torch.tensor([[1.0, 0.0], [0.0, -2.0]])),
+        sampling_info=_sampling_info(is_required=False, logit_bias=torch.tensor([[1.0, 0.0], [0.0, -2.0]])),
     )
     logits = torch.zeros(5, 2)
-    adjust_logits(logits, batch, *pack([2, 1]), grammar_mask=None)
+    adjust_logits(logits, batch, None, *pack([2, 1]), texts=None, grammar_mask=None)
     assert logits.tolist() == [[1, 0]] * 3 + [[0, -2]] * 2
+
+
+def _grow_parents(width: int, max_depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random tree: parents before their children, and depths."""
+    parents, depths = [0], [0]
+    for column in range(1, width):
+        parent = int(torch.randint(column, ()))
+        parents.append(parent if depths[parent] < max_depth else 0)
+        depths.append(depths[parents[-1]] + 1)
+    return torch.tensor(parents), torch.tensor(depths)
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_penalties_count_what_was_written_and_the_drafts_before(has_trees, seed):
+    """Against a decode step for each row, penalised token by token as SGLang's penalizers do."""
+    torch.manual_seed(seed)
+    batch_size, width, vocab_size, max_depth = 5, 6, 9, 3
+    asked = [
+        {"frequency_penalty": 0.7},
+        {"presence_penalty": -0.4},
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": 0.2, "presence_penalty": 0.5, "repetition_penalty": 0.8},
+        {},
+    ]
+    prompt_lens, output_lens = [3, 1, 4, 2, 5], [1, 5, 3, 12, 4]
+    seq_lens = torch.tensor(prompt_lens) + torch.tensor(output_lens) - 1
+    texts = RequestTexts(SimpleNamespace(req_to_token=torch.zeros(8, 20, dtype=torch.int32)), width)
+    # Behind a text's end anything may stand.
+    texts.tokens.random_(0, vocab_size)
+    rows = torch.randperm(8)[:batch_size]
+    tokens = torch.randint(vocab_size, (batch_size, width))
+    tokens[:, 0] = texts.tokens[rows, seq_lens]
+    shape = None
+    if has_trees:
+        trees = [_grow_parents(width, max_depth) for _ in range(batch_size)]
+        shape = TreeShape(*(torch.stack(column) for column in zip(*trees, strict=True)))
+    grid = Grid(tokens, max_depth if has_trees else width - 1, shape)
+    # The host has not heard of the last step yet.
+    requests = [
+        _request(prompt_len, 0, None, max(output_len - 3, 0), **penalties)
+        for prompt_len, output_len, penalties in zip(prompt_lens, output_lens, asked, strict=True)
+    ]
+    batch = SimpleNamespace(
+        reqs=requests, req_pool_indices=rows, seq_lens=seq_lens, sampling_info=_sampling_info()
+    )
+    places = pack([5, 3, 0, 4, 2])
+    logits = torch.randn(len(places[0]), vocab_size) * 2
+    expected = logits.clone()
+    for row, (request, column) in enumerate(zip(*(place.tolist() for place in places), strict=True)):
+        written = texts.tokens[rows[request], prompt_lens[request] : seq_lens[request] + 1].tolist()
+        if shape is None:
+            written += tokens[request, 1 : column + 1].tolist()
+        else:
+            while column:
+                written.append(int(tokens[request, column]))
+                column = int(shape.parents[request, column])
+        params = NO_PENALTIES | asked[request]
+        for token, count in Counter(written).items():
+            value = expected[row, token] - count * params["frequency_penalty"] - params["presence_penalty"]
+            scale = params["repetition_penalty"]
+            expected[row, token] = value * scale if value < 0 else value / scale
+    untouched = logits.clone()
+    adjust_logits(logits, batch, grid, *places, texts=texts, grammar_mask=None)
+    torch.testing.assert_close(logits, expected)
+    assert (logits != untouched).any(dim=1)[:-3].all() and torch.equal(logits[-3:], untouched[-3:])
 
 
 def test_a_hook_that_did_not_land_is_named(monkeypatch):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt import environ
-from sglang.srt.utils.hf_transformers.common import get_generation_config
 
 from tetris_sglang.config import (
     DEFAULT_NUM_STEPS,
@@ -24,7 +22,6 @@ from tetris_sglang.config import (
 from tetris_sglang.drafting import count_nodes
 from tetris_sglang.runtime import draft_kind
 from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
-from tetris_sglang.runtime.requests import is_inexact
 
 # SGLang's own default for speculation (arg_groups/speculative_hook.py, _handle_eagle_family).
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -331,7 +328,6 @@ def _validate_models(args, config: TetrisConfig) -> str:
     target = _load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
     _validate_architecture("--model-path", args.model_path, target)
     _validate_positions(args, target)
-    _validate_sampling_defaults(args)
     draft = None
     if draft_path is not None:
         draft = _load_config(
@@ -399,27 +395,6 @@ def _validate_positions(args, target: Any) -> None:
         raise ValueError(
             f"--model-path {args.model_path}: positions of several dimensions (mrope_section) are not laid out over a ragged "
             f"pass. Serve its text part with --language-model-only, or choose another --speculative-algorithm."
-        )
-
-
-def _validate_sampling_defaults(args) -> None:
-    """Penalties that every request would have, without asking for them, and be refused for."""
-    for name, value in json.loads(args.preferred_sampling_params or "{}").items():
-        if is_inexact(name, value):
-            raise ValueError(
-                f"--preferred-sampling-params with {name}={value}: TETRIS refuses requests that have it. Leave it out there."
-            )
-    if args.sampling_defaults != "model":
-        return
-    generation_config = get_generation_config(
-        args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision
-    )
-    penalty = getattr(generation_config, "repetition_penalty", None)
-    if is_inexact("repetition_penalty", penalty):
-        raise ValueError(
-            f"--model-path {args.model_path}: its generation_config.json gives every chat a repetition_penalty of {penalty}, "
-            f"and TETRIS refuses requests that have one. Give --sampling-defaults openai, which leaves sampling to the "
-            f"requests, or choose another --speculative-algorithm."
         )
 
 

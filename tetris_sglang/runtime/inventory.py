@@ -442,9 +442,9 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(_SRT + "environ.Envs", ("SGLANG_RUST_SERVER",), "a server without plugins"),
     Symbol(
-        _SRT + "utils.hf_transformers.common.get_generation_config",
-        ("model", "trust_remote_code", "revision"),
-        "sampling defaults that every request would have",
+        _SRT + "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator",
+        ("is_required",),
+        "whether a running request has a penalty or min_new_tokens",
     ),
     # -- logits and sampling
     Symbol(
@@ -477,6 +477,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "grammars",
             "logit_bias",
             "min_ps",
+            "penalizer_orchestrator",
             "sampling_seed",
             "temperatures",
             "top_ks",

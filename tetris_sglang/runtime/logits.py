@@ -1,7 +1,6 @@
 """What SGLang changes in a request's logits before sampling, for the rows of a ragged verify pass.
 
-Order as in SamplingBatchInfo.apply_logits_bias: min_new_tokens, grammar mask, logit bias. Penalties that depend on
-earlier output tokens are refused per request (runtime/requests.py).
+Order as in SamplingBatchInfo.apply_logits_bias: penalties, min_new_tokens, grammar mask, logit bias.
 """
 
 from __future__ import annotations
@@ -9,33 +8,88 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetris_sglang.drafting import Grid, ancestor_mask
 from tetris_sglang.runtime.host_copy import send
+from tetris_sglang.runtime.texts import RequestTexts
+
+_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+"""SGLang's names, and the values that change nothing."""
+_STEPS_IN_FLIGHT = 2
+"""Steps whose tokens the host may not know yet."""
 
 
-def adjust_logits(logits: Tensor, batch, requests: Tensor, depths: Tensor, grammar_mask) -> None:
+def adjust_logits(
+    logits: Tensor, batch, grid: Grid, requests: Tensor, columns: Tensor, texts: RequestTexts, grammar_mask
+) -> None:
     """Apply, in place, what a decode step at each row's position would apply.
 
     Args:
         logits: [tokens, vocab].
-        requests, depths: [tokens] int64, each row's place in the batch, and the drafts between it and its root.
+        batch: the decode ScheduleBatch, its lengths without the roots.
+        requests, columns: [tokens] int64, each row's place in the grid.
+        texts: what the requests have written, roots included.
         grammar_mask: SGLang's GrammarMask over the packed rows, or None.
+    Sync: none. Looks at the requests one by one only while one with a penalty or min_new_tokens is running.
     """
-    if any(req.sampling_params.min_new_tokens for req in batch.reqs):
-        _forbid_early_stop(logits, batch, requests, depths)
+    if batch.sampling_info.penalizer_orchestrator.is_required:
+        wishes = [req.sampling_params for req in batch.reqs]
+        if any(getattr(params, name) != neutral for params in wishes for name, neutral in _PENALTIES.items()):
+            _penalise(logits, batch, grid, requests, columns, texts)
+        if any(params.min_new_tokens for params in wishes):
+            _forbid_early_stop(logits, batch, grid, requests, columns)
     if grammar_mask is not None:
         grammar_mask.apply(logits)
     if batch.sampling_info.logit_bias is not None:
         logits.add_(batch.sampling_info.logit_bias[requests])
 
 
-def _forbid_early_stop(logits: Tensor, batch, requests: Tensor, depths: Tensor) -> None:
+def _penalise(
+    logits: Tensor, batch, grid: Grid, requests: Tensor, columns: Tensor, texts: RequestTexts
+) -> None:
+    """Frequency, presence and repetition penalties, over what a request has written and, in a draft's row, over the drafts
+    before it and itself: the row counts only if they are accepted.
+
+    Upstream's speculation counts one token per step for all rows, and under overlap scheduling the tokens of one step
+    before (patches/README.md).
+    """
+    device = logits.device
+    settings = send(
+        [[float(getattr(req.sampling_params, name)) for name in _PENALTIES] for req in batch.reqs], device
+    )
+    most_written = max(len(req.output_ids) for req in batch.reqs) + _STEPS_IN_FLIGHT * grid.tokens.shape[1]
+    counts = texts.count(
+        batch.req_pool_indices,
+        send([len(req.origin_input_ids) for req in batch.reqs], device),
+        batch.seq_lens + 1,
+        most_written,
+        logits.shape[1],
+    )[requests]
+    frequency, presence, repetition = settings[requests].unsqueeze(-1).unbind(1)
+
+    def penalise(logits: Tensor, counts: Tensor) -> Tensor:
+        reduced = logits - frequency * counts - presence
+        scaled = torch.where(reduced < 0, reduced * repetition, reduced / repetition)
+        return torch.where(counts > 0, scaled, logits.float())
+
+    drafted = grid.tokens[requests, 1:]
+    if grid.shape is None:
+        counting = torch.arange(1, grid.tokens.shape[1], device=device) <= columns[:, None]
+    else:
+        counting = ancestor_mask(grid.shape.parents, grid.max_depth)[requests, columns, 1:]
+    again = ((drafted[:, :, None] == drafted[:, None, :]) & counting[:, None, :]).sum(dim=2)
+    at_drafted = penalise(logits.gather(1, drafted), counts.gather(1, drafted) + again)
+    logits.copy_(penalise(logits, counts))
+    logits.scatter_(1, drafted, at_drafted.to(logits.dtype))
+
+
+def _forbid_early_stop(logits: Tensor, batch, grid: Grid, requests: Tensor, columns: Tensor) -> None:
     """Mask stop tokens in rows whose output is shorter than min_new_tokens, exactly per row.
 
     Upstream's speculation masks by the number of steps, not of tokens (penaltylib/min_new_tokens.py).
     """
-    device = logits.device
+    depths = columns if grid.shape is None else grid.shape.depths[requests, columns]
     bounds = send(
-        [len(req.origin_input_ids) + req.sampling_params.min_new_tokens for req in batch.reqs], device
+        [len(req.origin_input_ids) + req.sampling_params.min_new_tokens for req in batch.reqs], logits.device
     )
     # The token drawn in a row lands at position seq_lens + depth + 1.
     early = batch.seq_lens[requests] + depths + 1 < bounds[requests]
@@ -43,7 +97,7 @@ def _forbid_early_stop(logits: Tensor, batch, requests: Tensor, depths: Tensor) 
     for i, req in enumerate(batch.reqs):
         if req.sampling_params.min_new_tokens:
             stop_mask[i, sorted(_stop_token_ids(req))] = True
-    logits.masked_fill_(send(stop_mask, device)[requests] & early.unsqueeze(1), float("-inf"))
+    logits.masked_fill_(send(stop_mask, logits.device)[requests] & early.unsqueeze(1), float("-inf"))
 
 
 def _stop_token_ids(req) -> set[int]:

@@ -6,22 +6,12 @@ ids outside the vocabulary (patches/README.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tetris_sglang.config import is_tetris
 from tetris_sglang.runtime.request_options import parse
 
-# Sampling parameters that would not give what the server gives without speculation.
-_INEXACT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    name: (lambda value, neutral=neutral: value is not None and value != neutral, reason)
-    for name, neutral, reason in (
-        ("frequency_penalty", 0.0, "it depends on the tokens drafted before it"),
-        ("presence_penalty", 0.0, "it depends on the tokens drafted before it"),
-        ("repetition_penalty", 1.0, "it depends on the tokens drafted before it"),
-        ("beam_width", 1, "beam search is not speculative"),
-    )
-}
 _UNSUPPORTED_FIELDS = {
     "lora_path": "LoRA adapters are not supported",
     "custom_logit_processor": "custom logit processors are not told about drafted tokens",
@@ -35,18 +25,13 @@ _UNSUPPORTED_FIELDS = {
 }
 
 
-def is_inexact(name: str, value: Any) -> bool:
-    """Whether a sampling parameter of this value would not give what the server gives without speculation."""
-    return name in _INEXACT and _INEXACT[name][0](value)
-
-
 def validate_request(
     obj,
     input_ids: Sequence[int] | None,
     vocab_size: int,
     preferred_params: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse what cannot be served exactly, and options of TETRIS's own that do not parse.
+    """Refuse what is not supported, and options of TETRIS's own that do not parse.
 
     Args:
         obj: SGLang's GenerateReqInput of one request; sampling_params still a mapping.
@@ -67,12 +52,11 @@ def validate_request(
     params = getattr(obj, "sampling_params", None)
     if isinstance(params, Mapping):
         params = {**(preferred_params or {}), **params}
-        for name, (_, reason) in _INEXACT.items():
-            if is_inexact(name, params.get(name)):
-                raise ValueError(
-                    f"{name}={params[name]} is not supported with --speculative-algorithm TETRIS: {reason}. Leave it "
-                    f"out, or send the request to a server without speculation."
-                )
+        if params.get("beam_width") not in (None, 1):
+            raise ValueError(
+                f"beam_width={params['beam_width']} is not supported with --speculative-algorithm TETRIS: beam search is not "
+                f"speculative. Leave it out, or send the request to a server without speculation."
+            )
         parse(params.get("custom_params"))
     for name, reason in _UNSUPPORTED_FIELDS.items():
         if getattr(obj, name, None):

@@ -60,6 +60,23 @@ class RequestTexts:
             torch.int32
         )
 
+    def count(self, rows: Tensor, starts: Tensor, ends: Tensor, most: int, vocab_size: int) -> Tensor:
+        """How often each token stands in a part of a text.
+
+        Args:
+            rows: [batch], the requests' slots. starts, ends: [batch], the part's columns, the end not included.
+            most: that any of them has.
+        Returns:
+            [batch, vocab_size] float32.
+        Sync: none.
+        """
+        columns = starts[:, None] + torch.arange(most, device=starts.device)
+        counts = columns < ends[:, None]
+        tokens = self.tokens[rows[:, None], columns.clamp(max=self.tokens.shape[1] - 1)].long()
+        return counts.new_zeros((len(rows), vocab_size), dtype=torch.float32).scatter_add_(
+            1, tokens, counts.float()
+        )
+
     def window(self, seq_lens_cpu: Tensor | None) -> int:
         """Columns to search for texts of these lengths: a power of two, so that there are few shapes.
 

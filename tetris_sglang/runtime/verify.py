@@ -23,6 +23,7 @@ from torch import Tensor
 from tetris_sglang.drafting import Grid, TreeShape, ancestor_mask
 from tetris_sglang.kernels.reference import AcceptedTokens, PackedTokens
 from tetris_sglang.runtime.logits import adjust_logits
+from tetris_sglang.runtime.texts import RequestTexts
 
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 """Sampling settings that a request's rows share."""
@@ -184,17 +185,19 @@ def sample_target(
     grid: Grid,
     packed: PackedTokens,
     num_tokens: int,
+    texts: RequestTexts,
     grammar_tree: GrammarTree | None,
     grammar_barrier,
 ) -> tuple[Tensor, Tensor | None]:
     """Draw the target's own token for every packed row, with the sampler that serves without speculation.
 
-    Every row is sampled exactly as a decode step of its request at that position would be: same grammar mask, bias,
+    Every row is sampled exactly as a decode step of its request at that position would be: same penalties, grammar mask, bias,
     temperature, filters (and their order), seed and position.
 
     Args:
         logits_output: next_token_logits [rows, vocab], overwritten.
         num_tokens: rows that belong to a request; those after it, which fill a graph, are dropped.
+        texts: what the requests have written, roots included.
         grammar_tree: from `make_grammar_tree`, if a request has a grammar.
     Returns:
         target_tokens [num_tokens] integers, and the logits they were drawn from [num_tokens, vocab] if a request wants
@@ -206,8 +209,7 @@ def sample_target(
     grammar_mask = None
     if grammar_tree is not None:
         grammar_mask = _grammar_mask(batch, grid, grammar_tree, requests, columns, grammar_barrier)
-    depths = columns if grid.shape is None else grid.shape.depths[requests, columns]
-    adjust_logits(logits, batch, requests, depths, grammar_mask)
+    adjust_logits(logits, batch, grid, requests, columns, texts, grammar_mask)
     logprob_logits = logits.clone() if batch.return_logprob else None
     settings = {name: getattr(sampling_info, name) for name in _PER_REQUEST}
     if grid.max_depth:

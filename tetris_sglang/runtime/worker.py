@@ -83,7 +83,7 @@ class TetrisWorker(BaseSpecWorker):
         else:
             worker_class = HeadDraft if kind in HEADS else StandaloneDraft
             self._draft = self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
-        self.learner = self.recorder = self._texts = None
+        self.learner = self.recorder = None
         if kind == STANDALONE:
             StandaloneWorkerV2._validate_vocab_compatibility(
                 self,
@@ -112,8 +112,9 @@ class TetrisWorker(BaseSpecWorker):
     def alloc_memory_pool(self, **pools) -> None:
         super().alloc_memory_pool(**pools)
         pool = self._target_worker.model_runner.req_to_token_pool
+        self._texts = RequestTexts(pool, self.speculative_num_draft_tokens)
         if self._draft_worker is None or self.config.calibration:
-            self._texts = self._draft.texts = RequestTexts(pool, self.speculative_num_draft_tokens)
+            self._draft.texts = self._texts
         if self._draft_worker is not None:
             self._draft.alloc_missed(pool)
         if self.config.calibration:
@@ -185,8 +186,7 @@ class TetrisWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         hidden_states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
-        if self._texts is not None:
-            self._texts.add_prompts(batch, result.next_token_ids)
+        self._texts.add_prompts(batch, result.next_token_ids)
         with self._draft_context():
             result.next_draft_input = self._draft.prefill(
                 batch, input_ids, hidden_states, result.next_token_ids, kv_loc_plan
@@ -248,6 +248,7 @@ class TetrisWorker(BaseSpecWorker):
                 grid,
                 packed,
                 num_tokens,
+                self._texts,
                 grammar_tree,
                 grammar_barrier,
             )
@@ -262,8 +263,7 @@ class TetrisWorker(BaseSpecWorker):
                 compute_logprobs(batch, logits_output, logprob_logits, accepted, packed)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
-            if self._texts is not None:
-                self._texts.append(batch, accepted.target_tokens)
+            self._texts.append(batch, accepted.target_tokens)
             rows = batch.req_pool_indices
             if self.recorder is not None:
                 self.recorder.add(proposal, grid, accepted, packed.verify_lens, rows, depth)
