@@ -276,7 +276,7 @@ def find_settings(environment: Mapping[str, str] = os.environ) -> list[str]:
     return [name for name in environment if name.startswith(ENV_PREFIX) and name not in _NOT_SETTINGS]
 
 
-_exported: set[str] = set()
+_exported: dict[str, str] = {}
 
 
 def export_arguments(
@@ -289,8 +289,10 @@ def export_arguments(
     Raises:
         ValueError: an unknown TETRIS argument, or a value that does not parse.
     """
-    while _exported:
-        environment.pop(_exported.pop(), None)
+    for variable, text in _exported.items():
+        if environment.get(variable) == text:
+            del environment[variable]
+    _exported.clear()
     for name in [name for name in arguments if name.startswith(ARGUMENT_PREFIX)]:
         setting = _BY_ARGUMENT.get(name)
         if setting is None:
@@ -301,8 +303,7 @@ def export_arguments(
         if value is None:
             continue
         setting.parse_text(str(value), name)
-        environment[setting.variable] = str(value)
-        _exported.add(setting.variable)
+        environment[setting.variable] = _exported[setting.variable] = str(value)
 
 
 def _suggest(name: str, known: Mapping[str, Setting]) -> str:
