@@ -164,7 +164,9 @@ def _request(prompt_len: int, min_new_tokens: int, stop_token_ids=None, output_l
 
 def _sampling_info(is_required: bool = True, logit_bias=None):
     return SimpleNamespace(
-        logit_bias=logit_bias, penalizer_orchestrator=SimpleNamespace(is_required=is_required)
+        acc_additive_penalties=None,
+        logit_bias=logit_bias,
+        penalizer_orchestrator=SimpleNamespace(is_required=is_required),
     )
 
 
@@ -216,6 +218,10 @@ def test_penalties_count_what_was_written_and_the_drafts_before(has_trees, seed)
     ]
     prompt_lens, output_lens = [3, 1, 4, 2, 5], [1, 5, 3, 12, 4]
     seq_lens = torch.tensor(prompt_lens) + torch.tensor(output_lens) - 1
+    sampling_info = _sampling_info()
+    if seed % 2:
+        # So it comes under overlap scheduling.
+        sampling_info.acc_additive_penalties, sampling_info.penalizer_orchestrator = torch.zeros(1), None
     texts = RequestTexts(SimpleNamespace(req_to_token=torch.zeros(8, 20, dtype=torch.int32)), width)
     # Behind a text's end anything may stand.
     texts.tokens.random_(0, vocab_size)
@@ -233,7 +239,7 @@ def test_penalties_count_what_was_written_and_the_drafts_before(has_trees, seed)
         for prompt_len, output_len, penalties in zip(prompt_lens, output_lens, asked, strict=True)
     ]
     batch = SimpleNamespace(
-        reqs=requests, req_pool_indices=rows, seq_lens=seq_lens, sampling_info=_sampling_info()
+        reqs=requests, req_pool_indices=rows, seq_lens=seq_lens, sampling_info=sampling_info
     )
     places = pack([5, 3, 0, 4, 2])
     logits = torch.randn(len(places[0]), vocab_size) * 2

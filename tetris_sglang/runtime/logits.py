@@ -31,7 +31,7 @@ def adjust_logits(
         grammar_mask: SGLang's GrammarMask over the packed rows, or None.
     Sync: none. Looks at the requests one by one only while one with a penalty or min_new_tokens is running.
     """
-    if batch.sampling_info.penalizer_orchestrator.is_required:
+    if _any_penalizer(batch.sampling_info):
         wishes = [req.sampling_params for req in batch.reqs]
         if any(getattr(params, name) != neutral for params in wishes for name, neutral in _PENALTIES.items()):
             _penalise(logits, batch, grid, requests, columns, texts)
@@ -41,6 +41,14 @@ def adjust_logits(
         grammar_mask.apply(logits)
     if batch.sampling_info.logit_bias is not None:
         logits.add_(batch.sampling_info.logit_bias[requests])
+
+
+def _any_penalizer(sampling_info) -> bool:
+    """Whether a running request has a penalty or min_new_tokens. Under overlap scheduling SGLang hands on sums alone."""
+    orchestrator = sampling_info.penalizer_orchestrator
+    return sampling_info.acc_additive_penalties is not None or (
+        orchestrator is not None and orchestrator.is_required
+    )
 
 
 def _penalise(
