@@ -20,6 +20,7 @@ import functools
 import hashlib
 import json
 import random
+import shlex
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -117,8 +118,9 @@ def main(
     texts = record_texts(prompts, settings.output_len, traces)
     check_answers(samples, orders, texts)
     arms = {name: read_arm(described) for name, described in comparison["arms"].items()}
+    command = shlex.join(["python", "scripts/validate_simulation.py", *sys.argv[1:]])
     results = {
-        "provenance": collect_provenance() | {"measured": comparison["provenance"]},
+        "provenance": collect_provenance() | {"command": command, "measured": comparison["provenance"]},
         "pass_times": passes,
     } | predict(samples, arms, orders, texts, settings, PassTimes.from_json(passes))
     out.parent.mkdir(parents=True, exist_ok=True)
