@@ -88,8 +88,12 @@ class Comparison:
             }
             for draft, continued in sorted(automatic, reverse=True)
         } | {
-            "SGLang's own, best k": {"family": "standalone"},
-            "TETRIS, best fixed capacity": {"family": "tetris"},
+            f"{title}{f', {draft} draft' if several else ''}": {"family": family, "draft": draft}
+            for title, family in (
+                ("SGLang's own, best k", "standalone"),
+                ("TETRIS, best fixed capacity", "tetris"),
+            )
+            for draft in sorted({draft for draft, _ in automatic}, reverse=True)
         }
         rows = [["no speculation", *("1" for _ in self.loads)]]
         for title, wanted in kinds.items():

@@ -215,7 +215,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         _verdict("automatic capacity at least 0.98 of no speculation", compare_auto(0.98, (), auto)),
         _verdict(
             "automatic capacity at least 0.98 of the best fixed one, and of no speculation",
-            compare_auto(0.98, ("tetris",), auto) if fixed else [],
+            compare_auto(0.98, ("tetris", "standalone"), auto) if fixed or standalone else [],
         ),
         _verdict(
             "automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on",
