@@ -321,6 +321,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "capacity-drafts": capacity("capacity_drafts.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),
+    "capacity-32": capacity("capacity_32.json"),
     "fixed": fixed,
     "heads": drafts("heads_auto.json"),
     "paper-gain": paper_gain,
