@@ -56,10 +56,11 @@ def test_prompts_in_the_order_in_which_they_were_sent(tmp_path):
 
     settings = read_settings(MEASURED)
     load = Load(concurrency=4)
-    prompts = script.find_workload(settings, script.PAIR).take(32, 1)
+    count = load.num_prompts(settings.min_prompts, settings.waves)
+    prompts = script.find_workload(settings, script.PAIR).take(count, 1)
     path = write_dataset(prompts, tmp_path / "prompts.jsonl")
     random.seed(settings.seed + 1)
-    sent = sample_custom_requests(str(path), 32, Letters(), fixed_output_len=16)
+    sent = sample_custom_requests(str(path), count, Letters(), fixed_output_len=16)
     assert find_order(settings, load, 1) == [row.prompt for row in sent] != prompts
 
 
