@@ -142,13 +142,11 @@ class TetrisWorker(BaseSpecWorker):
         if self.device == "cuda":
             pool = self._target_worker.model_runner.req_to_token_pool
             # With all passes of the draft, and with none.
-            num_drafted = {self._draft.count_nodes(self.speculative_num_steps), self._draft.num_continued} - {
-                0
-            }
+            drafted = self._draft.count_nodes(self.speculative_num_steps), self._draft.num_continued
             warm_up(
                 self._operations,
                 pool.size,
-                sorted(num_drafted),
+                [count for count in drafted if count],
                 self.speculative_num_draft_tokens,
                 pool.req_to_token,
             )
@@ -308,14 +306,17 @@ class TetrisWorker(BaseSpecWorker):
             extra_keep_alive_refs=[forward_batch],
         )
 
+    @contextlib.contextmanager
     def _draft_context(self):
         if self._draft_worker is None:
-            return contextlib.nullcontext()
-        context = contextlib.ExitStack()
-        context.enter_context(draft_tp_context(self._draft_worker.parallel_layout))
-        context.enter_context(speculative_moe_backend_context())
-        context.enter_context(speculative_moe_a2a_backend_context())
-        return context
+            yield
+            return
+        with (
+            draft_tp_context(self._draft_worker.parallel_layout),
+            speculative_moe_backend_context(),
+            speculative_moe_a2a_backend_context(),
+        ):
+            yield
 
     # -- planning --------------------------------------------------------------------------------------------------
 
