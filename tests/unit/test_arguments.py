@@ -174,9 +174,11 @@ def test_what_the_readme_lists_is_refused():
     }
 
 
-def test_a_server_without_plugins_is_refused(make_args, monkeypatch):
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    assert_refused(make_args(), "SGLANG_RUST_SERVER=1", "Unset")
+def test_variables_that_do_not_work_with_it_are_refused(make_args, monkeypatch):
+    for name in ("SGLANG_RUST_SERVER", "SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert_refused(make_args(), f"{name}=1", "Unset")
 
 
 def test_positions_of_several_dimensions_are_refused(make_args, write_config):
@@ -420,6 +422,7 @@ ARCHITECTURES = {
     "gemma2": ({"model_type": "gemma2", "sliding_window": 128, "head_dim": 32}, "sliding"),
     "qwen3_next": ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "linear_attention"),
     "mamba": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba"),
+    "deepseek_v3": ({"model_type": "deepseek_v3", "kv_lora_rank": 64}, "kv_lora_rank=64"),
 }
 
 

@@ -209,6 +209,11 @@ def validate_server_args(args) -> None:
         raise ValueError(
             f"SGLANG_RUST_SERVER=1 does not work with --speculative-algorithm TETRIS: {_UNGUARDED}. Unset that variable."
         )
+    if environ.envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        raise ValueError(
+            "SGLANG_ENABLE_METADATA_GLUE_GRAPH=1 does not work with --speculative-algorithm TETRIS: it would replay the verify "
+            "pass's plan of one step in all that follow. Unset that variable."
+        )
     num_steps = _resolve_num_steps(args)
     config = TetrisConfig.from_environment(num_steps)
     plan = os.environ.get("SGLANG_TETRIS_VERIFY_PLAN")
@@ -386,6 +391,12 @@ def _validate_architecture(flag: str, path: str, config: Any) -> None:
         raise ValueError(
             f"{flag} {path}: layers of type {sorted(recurrent) or 'mamba'} are not supported by TETRIS yet. Use a "
             f"model with full attention in every layer, or another --speculative-algorithm."
+        )
+    if getattr(config, "kv_lora_rank", None):
+        # Upstream's FlashInfer backend for it plans as many rows for every request, whatever the ragged layout says.
+        raise ValueError(
+            f"{flag} {path}: multi-head latent attention (kv_lora_rank={config.kv_lora_rank}) is not supported by TETRIS yet. "
+            f"Use a model with full keys and values, or another --speculative-algorithm."
         )
 
 

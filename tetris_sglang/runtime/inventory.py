@@ -442,6 +442,9 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(_SRT + "environ.Envs", ("SGLANG_RUST_SERVER",), "a server without plugins"),
     Symbol(
+        _SRT + "environ.Envs", ("SGLANG_ENABLE_METADATA_GLUE_GRAPH",), "plans that are replayed, not made"
+    ),
+    Symbol(
         _SRT + "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator",
         ("is_required",),
         "whether a running request has a penalty or min_new_tokens",

@@ -16,6 +16,8 @@ _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_pen
 """SGLang's names, and the values that change nothing."""
 _STEPS_IN_FLIGHT = 2
 """Steps whose tokens the host may not know yet."""
+_ROWS_AT_ONCE = 256
+"""Rows that are penalised together: with 150 thousand tokens a tensor of them takes 150 MB."""
 
 
 def adjust_logits(
@@ -71,20 +73,34 @@ def _penalise(
         batch.seq_lens + 1,
         most_written,
         logits.shape[1],
-    )[requests]
-    frequency, presence, repetition = settings[requests].unsqueeze(-1).unbind(1)
-
-    def penalise(logits: Tensor, counts: Tensor) -> Tensor:
-        reduced = logits - frequency * counts - presence
-        scaled = torch.where(reduced < 0, reduced * repetition, reduced / repetition)
-        return torch.where(counts > 0, scaled, logits.float())
-
+    )
     drafted = grid.tokens[requests, 1:]
     if grid.shape is None:
         counting = torch.arange(1, grid.tokens.shape[1], device=device) <= columns[:, None]
     else:
         counting = ancestor_mask(grid.shape.parents, grid.max_depth)[requests, columns, 1:]
     again = ((drafted[:, :, None] == drafted[:, None, :]) & counting[:, None, :]).sum(dim=2)
+    for begin in range(0, len(logits), _ROWS_AT_ONCE):
+        rows = slice(begin, begin + _ROWS_AT_ONCE)
+        at = requests[rows]
+        _penalise_rows(logits[rows], counts[at], settings[at], drafted[rows], again[rows])
+
+
+def _penalise_rows(logits: Tensor, counts: Tensor, settings: Tensor, drafted: Tensor, again: Tensor) -> None:
+    """Some five tensors of the logits' size are alive at once.
+
+    Args:
+        logits: [rows, vocab], overwritten. counts: [rows, vocab], how often each token was written.
+        settings: [rows, 3], as in _PENALTIES.
+        drafted: [rows, drafts] tokens. again: the same, how often each of them comes on top.
+    """
+    frequency, presence, repetition = settings.unsqueeze(-1).unbind(1)
+
+    def penalise(logits: Tensor, counts: Tensor) -> Tensor:
+        reduced = logits - frequency * counts - presence
+        scaled = torch.where(reduced < 0, reduced * repetition, reduced / repetition)
+        return torch.where(counts > 0, scaled, logits.float())
+
     at_drafted = penalise(logits.gather(1, drafted), counts.gather(1, drafted) + again)
     logits.copy_(penalise(logits, counts))
     logits.scatter_(1, drafted, at_drafted.to(logits.dtype))

@@ -111,7 +111,9 @@ def warm_up(
         packed = operations.pack(
             draft_lens, candidates, seq_lens, req_to_token, rows, batch_size + capacity_tokens
         )
-        operations.accept(packed.input_ids, packed.qo_indptr, candidates, seq_lens)
+        # Greedy tokens and sampled ones.
+        for dtype in (torch.int64, torch.int32):
+            operations.accept(packed.input_ids.to(dtype), packed.qo_indptr, candidates, seq_lens)
 
 
 def get_operations(device: str, selection: str) -> Operations:
