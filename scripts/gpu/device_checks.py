@@ -149,7 +149,7 @@ class CapturedPass:
 
     Args:
         like: its pool gives head counts, dtype and the pool's size; its lengths the plan of the capture.
-        num_requests: one more than any batch that does not fill `num_rows`.
+        num_requests: of the largest batch.
         num_rows: query rows, the token tier.
         on_device: step 3.
     """
@@ -254,8 +254,7 @@ def _check_steps(report: Report, name: str, shape: HeadShape, dtype: torch.dtype
     worst = dict.fromkeys(("eager", *captured, "device plan against host plan"), 0.0)
     for seed in range(1, 2 if ON_NOOP_CUDA else 21):
         for kind in KINDS:
-            # One slot stays free for the rows that no request has.
-            verify, prefix = random_lens(kind, rng, slots - 1, max_verify, max_prefix, num_rows)
+            verify, prefix = random_lens(kind, rng, slots, max_verify, max_prefix, num_rows)
             batch = _in_pool_of(full, make(verify, prefix, seed))
             expected, lens = reference_attention(batch), lens_on_device(batch)
             outputs = {"eager": eager.run(batch), "host plan": captured["host plan"].replay(batch, lens)}

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tetris_sglang.kernels.accept import accept_kernel
+from tetris_sglang.kernels.move import move_kernel, plan_move
 from tetris_sglang.kernels.pack import pack_kernel
 from tetris_sglang.kernels.select import plan_launch, select_drafts, select_kernel
 
@@ -95,3 +96,16 @@ def test_acceptance_compiles(token_type, width_block):
     compile_for_hopper(
         accept_kernel, pointers | {"batch": "i32", "width": "i32"}, {"BLOCK": 16, "WIDTH_BLOCK": width_block}
     )
+
+
+@pytest.mark.parametrize("num_rows", [2, 64, 1024])
+def test_moving_compiles_stays_in_registers_and_waits_between_reading_and_writing(num_rows, tmp_path):
+    rows, block = plan_move(num_rows)
+    types = {"data_ptrs": "*u64", "row_bytes": "*i64", "target": "*i64", "source": "*i64", "num_rows": "i32"}
+    cubin = compile_for_hopper(move_kernel, types, {"ROWS": rows, "BLOCK": block})
+    assert count_stack_bytes(cubin, tmp_path) == 0
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(tmp_path / "kernel.cubin")]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    barrier = code.index("BAR.SYNC")
+    assert "LDG.E" in code[:barrier] and "STG.E" not in code[:barrier]
+    assert "STG.E" in code[barrier:]

@@ -67,7 +67,8 @@ class MissedTokens:
 
     def forget_rows(self, rows: Tensor) -> None:
         """These slots [n] belong to requests just prefilled, by the draft, too."""
-        self._counts[rows] = 0
+        # Not by assignment, whose value would come from the host, after a wait (speculative/eagle_utils.py).
+        self._counts.index_fill_(0, rows, 0)
         if not self._counts.is_cuda:
             self._unread.clear()
             self._num_read = int(self._counts.max())

@@ -45,6 +45,7 @@ from tetris_sglang.drafting import (
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.catch_up import MissedTokens
 from tetris_sglang.runtime.host_copy import send
+from tetris_sglang.runtime.kv_moves import move_kv
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.windows import (
     Window,
@@ -58,8 +59,6 @@ from tetris_sglang.runtime.windows import (
 
 _CATCH_UP_ROWS = 4096
 """Rows of one pass that catches up."""
-_MOVED_AT_ONCE = 128
-"""Slots that SGLang's pools move in one launch, whatever the model's width."""
 
 
 class Places(NamedTuple):
@@ -387,10 +386,7 @@ class ModelDraft:
             branch_slots: [batch, branches, written]. parent_rows: [batch, branches].
         """
         source = branch_slots.gather(1, parent_rows[:, :, None].expand_as(branch_slots))
-        # Branches may change places, so all of a request's have to be read before any is written.
-        num_requests = max(1, _MOVED_AT_ONCE // max(1, branch_slots[0].numel()))
-        for target, read in zip(branch_slots.split(num_requests), source.split(num_requests), strict=True):
-            self.draft_runner.token_to_kv_pool.move_kv_cache(target.flatten(), read.flatten())
+        move_kv(self.draft_runner.token_to_kv_pool, branch_slots.flatten(1), source.flatten(1))
 
     def _most_likely(self, logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         """The `topk` most likely tokens of each row, in the target's vocabulary, and their probabilities."""

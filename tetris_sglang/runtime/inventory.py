@@ -379,6 +379,11 @@ SYMBOLS: tuple[Symbol, ...] = (
         "accepted tree nodes, and branches of a draft's tree",
     ),
     Symbol(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool",
+        ("data_ptrs", "data_strides", "k_buffer", "kv_cache_layout", "native_k_scale_buffer", "v_buffer"),
+        "the same on a GPU",
+    ),
+    Symbol(
         _SPEC + "eagle_info.EagleDraftInput",
         (
             "hidden_states",

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tetris_sglang.drafting import Grid, TreeShape, ancestor_mask
 from tetris_sglang.kernels.reference import AcceptedTokens, PackedTokens
+from tetris_sglang.runtime.kv_moves import move_kv
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.texts import RequestTexts
 
@@ -303,4 +304,4 @@ def commit_paths(kv_pool, slots: Tensor, path: Tensor, accept_lens: Tensor) -> N
     depths = torch.arange(path.shape[1], device=path.device)
     target = slots[:, : path.shape[1]]
     source = torch.where(depths <= accept_lens[:, None], slots.gather(1, path), target)
-    kv_pool.move_kv_cache(target.flatten(), source.flatten())
+    move_kv(kv_pool, target, source)

@@ -31,6 +31,7 @@ from tetris_sglang.drafting import INITIAL_OFFSETS, make_grid
 from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
 from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
+from tetris_sglang.runtime.kv_moves import check_kv_pool
 from tetris_sglang.runtime.learning import AcceptanceLearner
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.ngram import NgramDraft
@@ -111,6 +112,10 @@ class TetrisWorker(BaseSpecWorker):
 
     def alloc_memory_pool(self, **pools) -> None:
         super().alloc_memory_pool(**pools)
+        if get_spec().speculative_eagle_topk > 1 and self.device == "cuda":
+            check_kv_pool(self._target_worker.model_runner.token_to_kv_pool)
+            if self._draft_worker is not None:
+                check_kv_pool(self._draft_worker.draft_runner.token_to_kv_pool)
         pool = self._target_worker.model_runner.req_to_token_pool
         self._texts = RequestTexts(pool, self.speculative_num_draft_tokens)
         if self._draft_worker is None or self.config.calibration:
@@ -139,18 +144,17 @@ class TetrisWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
+        limits = self._make_limits()
         if self.device == "cuda":
             pool = self._target_worker.model_runner.req_to_token_pool
-            # With all passes of the draft, and with none.
-            drafted = self._draft.count_nodes(self.speculative_num_steps), self._draft.num_continued
             warm_up(
                 self._operations,
                 pool.size,
-                [count for count in drafted if count],
+                sorted({limits.count_nodes(depth) for depth in limits.depths}),
                 self.speculative_num_draft_tokens,
                 pool.req_to_token,
             )
-        self.planner = self._make_planner()
+        self.planner = StepPlanner(self._make_policy(), limits, self.metrics, self.device)
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
         """Run one scheduler iteration: a prefill, or one draft-select-verify step."""
@@ -320,18 +324,17 @@ class TetrisWorker(BaseSpecWorker):
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def _make_planner(self) -> StepPlanner:
+    def _make_limits(self) -> DraftLimits:
         num_steps, num_continued = self.speculative_num_steps, self._draft.num_continued
         # Captured passes of the draft always go to the full depth.
         captured = getattr(self._draft_worker, "captured", None) is not None
         depths = [num_steps] if captured else range(1, num_steps + 1)
-        limits = DraftLimits(
+        return DraftLimits(
             depths=[0, *depths] if num_continued else depths,
             count_nodes=self._draft.count_nodes,
             fit_rows=self._fit_rows,
             num_continued=num_continued,
         )
-        return StepPlanner(self._make_policy(), limits, self.metrics, self.device)
 
     def _make_policy(self) -> CapacityPolicy:
         config = self.config

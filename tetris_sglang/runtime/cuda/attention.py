@@ -53,7 +53,8 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
             plan.set_trees(mask.view(-1, self._width, self._width))
         self.kv_index_translator.pack_read_stream(
             forward_batch.kv_loc_plan,
-            req_pool_indices=forward_batch.req_pool_indices,
+            # The plan's last slot reads as all padding does.
+            req_pool_indices=torch.nn.functional.pad(forward_batch.req_pool_indices, (0, 1)),
             seq_lens=plan.kv_lens,
             indptr=plan.kv_indptr,
             out=self.cuda_graph_kv_indices[0],
@@ -85,7 +86,7 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
 
     def _mask_buffer(self, num_requests: int, num_rows: int) -> Tensor:
         """One bit for every row and key of the longest requests. Upstream captures the largest tier first."""
-        num_bytes = num_rows * (self.max_context_len + self._width) // 8 + num_requests
+        num_bytes = num_rows * (self.max_context_len + self._width) // 8 + num_requests + 1
         if self._packed_mask is None or self._packed_mask.shape[0] < num_bytes:
             self._packed_mask = torch.zeros(num_bytes, dtype=torch.uint8, device=self.workspace_buffer.device)
         return self._packed_mask

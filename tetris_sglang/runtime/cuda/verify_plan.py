@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 class VerifyPlan:
     """A FlashInfer wrapper for `num_rows` query rows of `num_requests` requests, page size 1.
 
+    The plan has a slot more than requests, for rows that nobody has: a batch may fill all requests and not all rows.
+
     Args:
         workspace: uint8, FlashInfer's float workspace; may be shared between plans.
         kv_indices: [tokens] int32, filled by the caller before `replan`; may be shared between plans.
@@ -53,7 +55,7 @@ class VerifyPlan:
         packed_mask: Tensor | None = None,
     ) -> None:
         device = workspace.device
-        self.num_requests, self.num_rows = num_requests, num_rows
+        self.num_slots, self.num_rows = num_requests + 1, num_rows
         self.on_device = on_device
         self._kv_indices = kv_indices
         self._geometry = num_qo_heads, num_kv_heads, head_dim, 1  # page size
@@ -61,9 +63,9 @@ class VerifyPlan:
         self._max_items = max_work_items(
             torch.cuda.get_device_properties(device).multi_processor_count, num_kv_heads
         )
-        self._last_page_len = torch.ones(num_requests, dtype=torch.int32, device=device)
-        self.qo_indptr = torch.zeros(num_requests + 1, dtype=torch.int32, device=device)
-        self.kv_indptr = torch.zeros(num_requests + 1, dtype=torch.int32, device=device)
+        self._last_page_len = torch.ones(self.num_slots, dtype=torch.int32, device=device)
+        self.qo_indptr = torch.zeros(self.num_slots + 1, dtype=torch.int32, device=device)
+        self.kv_indptr = torch.zeros_like(self.qo_indptr)
         self._packed_mask = packed_mask
         self._mask_indptr = torch.zeros_like(self.qo_indptr)
         # With these two FlashInfer reads a mask, whatever plan() is told.
@@ -83,27 +85,26 @@ class VerifyPlan:
 
     @property
     def kv_lens(self) -> Tensor:
-        """[num_requests] int32, key-value tokens of each request, its verified tokens included."""
+        """[num_slots] int32, key-value tokens of each slot's request, its verified tokens included."""
         return self.kv_indptr[1:] - self.kv_indptr[:-1]
 
     def set_lengths(self, verify_lens: Tensor, seq_lens: Tensor) -> None:
         """Lay out the requests; rows that no request has go to the first unused slot.
 
         Args:
-            verify_lens: [batch] int32, sum <= num_rows; batch <= num_requests, and smaller if the sum is smaller.
+            verify_lens: [batch] int32, sum <= num_rows; batch <= num_requests.
             seq_lens: [batch or more] integers, tokens with key-value cache before this pass.
         Sync: none.
         """
         batch = verify_lens.shape[0]
-        rows = torch.zeros(self.num_requests, dtype=torch.int32, device=verify_lens.device)
+        rows = torch.zeros(self.num_slots, dtype=torch.int32, device=verify_lens.device)
         rows[:batch] = verify_lens
         lengths = rows.to(torch.int64)
         lengths[:batch] += seq_lens[:batch]
-        if batch < self.num_requests:
-            # Their outputs go nowhere, but must be finite: they pass through the same cache slot 0 as all padding.
-            surplus = self.num_rows - verify_lens.sum(dtype=torch.int32)
-            rows[batch : batch + 1] = surplus
-            lengths[batch : batch + 1] = surplus
+        # Their outputs go nowhere, but must be finite: they pass through the same cache slot 0 as all padding.
+        surplus = self.num_rows - verify_lens.sum(dtype=torch.int32)
+        rows[batch : batch + 1] = surplus
+        lengths[batch : batch + 1] = surplus
         torch.cumsum(rows, 0, dtype=torch.int32, out=self.qo_indptr[1:])
         torch.cumsum(lengths, 0, dtype=torch.int32, out=self.kv_indptr[1:])
 
@@ -186,7 +187,7 @@ class VerifyPlan:
             "request_indices": 4 * num_items,
             "qo_tile_indices": 4 * num_items,
             "kv_tile_indices": 4 * num_items,
-            "o_indptr": 4 * (self.num_requests + 1),
+            "o_indptr": 4 * (self.num_slots + 1),
             "kv_chunk_size_ptr": 4,
             "total_num_rows": 4,
             "merge_indptr": 4 * (self.num_rows + 1),
