@@ -317,7 +317,7 @@ def simulation() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "capacity": capacity("capacity_16.json"),
+    "capacity-long": capacity("capacity_long.json"),
     "capacity-drafts": capacity("capacity_drafts.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),

@@ -247,7 +247,7 @@ def test_poisson_arrivals_are_cells_of_their_own(results):
 
 @pytest.mark.parametrize(
     "name",
-    ["serving", "drafts", "heads", "heads_auto", "capacity_16", "capacity_drafts", "capacity_loads"],
+    ["serving", "drafts", "heads", "heads_auto", "capacity_long", "capacity_drafts", "capacity_loads"],
 )
 def test_the_shipped_results_can_be_rendered(name, tmp_path):
     results = json.loads((RESULTS / f"{name}.json").read_text())
