@@ -271,26 +271,29 @@ def _link_nodes(shape: TreeShape) -> tuple[Tensor, Tensor]:
 
 
 def compute_logprobs(
-    batch, logits_output, logits: Tensor, accepted: AcceptedTokens, packed: PackedTokens
+    batch,
+    logits_output,
+    logits: Tensor,
+    accepted: AcceptedTokens,
+    packed: PackedTokens,
+    most_accepted: int,
 ) -> None:
     """Fill the output logprobs in the strided layout that SGLang's result processing reads.
 
     Args:
         logits: [num_tokens, vocab] from `sample_target`.
+        most_accepted: drafts of any request, as far as the host knows: a stride is no longer than that takes.
     """
-    target_tokens = accepted.target_tokens
-    (batch_size, width), num_tokens = target_tokens.shape, logits.shape[0]
+    num_tokens, stride = logits.shape[0], most_accepted + 1
+    target_tokens = accepted.target_tokens[:, :stride]
+    strided = logits.new_zeros(*target_tokens.shape, logits.shape[-1])
     if accepted.path is None:
-        cells = packed.requests[:num_tokens] * width + packed.columns[:num_tokens]
-        strided = logits.new_zeros(target_tokens.numel(), logits.shape[-1])
-        strided[cells] = logits
+        strided[packed.requests[:num_tokens], packed.columns[:num_tokens]] = logits
     else:
-        rows = (packed.qo_indptr[:-1, None] + accepted.path).clamp_(max=num_tokens - 1)
-        strided = logits.new_zeros(batch_size, width, logits.shape[-1])
-        strided[:, : rows.shape[1]] = logits[rows]
-        strided = strided.flatten(0, 1)
-    logits_output.next_token_logits = strided
-    compute_spec_logprobs(batch, logits_output, target_tokens.reshape(-1), chain_stride=width)
+        rows = packed.qo_indptr[:-1, None] + accepted.path[:, :stride]
+        strided[:] = logits[rows.clamp_(max=num_tokens - 1)]
+    logits_output.next_token_logits = strided.flatten(0, 1)
+    compute_spec_logprobs(batch, logits_output, target_tokens.reshape(-1), chain_stride=stride)
     logits_output.next_token_logits = None
 
 

@@ -220,6 +220,7 @@ class TetrisWorker(BaseSpecWorker):
                 draft_lens = self._operations.select_drafts(proposal, capacity_tokens, adjustment)
             # SGLang reads results in rows of a fixed width.
             max_depth = depth + self._draft.num_continued if capacity_tokens else 0
+            most_drafts = min(max_depth, capacity_tokens)
             grid = make_grid(roots, proposal, max_depth, self.speculative_num_draft_tokens)
             packed = self._operations.pack_grid(
                 draft_lens, grid, seq_lens, req_to_token, batch.req_pool_indices, tier or num_tokens
@@ -238,7 +239,7 @@ class TetrisWorker(BaseSpecWorker):
                 packed,
                 grid,
                 self._draft.target_hidden_mode,
-                most_drafts=min(max_depth, capacity_tokens) if tier is None else None,
+                most_drafts=most_drafts if tier is None else None,
             )
             logits_output = target_result.logits_output
 
@@ -262,7 +263,7 @@ class TetrisWorker(BaseSpecWorker):
                 # The next step waits for this, and for nothing that follows.
                 on_publish(accepted.new_seq_lens)
             if logprob_logits is not None:
-                compute_logprobs(batch, logits_output, logprob_logits, accepted, packed)
+                compute_logprobs(batch, logits_output, logprob_logits, accepted, packed, most_drafts)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
             self._texts.append(batch, accepted.target_tokens)
@@ -278,12 +279,7 @@ class TetrisWorker(BaseSpecWorker):
             else:
                 with self._draft_context():
                     next_draft_input = self._draft.after_undrafted(
-                        batch,
-                        draft_input,
-                        accepted,
-                        hidden_states,
-                        packed.qo_indptr,
-                        min(max_depth, capacity_tokens),
+                        batch, draft_input, accepted, hidden_states, packed.qo_indptr, most_drafts
                     )
         num_drafted = 0 if proposal is None else proposal.tokens.shape[1]
         self.metrics.count_step(
