@@ -9,6 +9,7 @@ A table stands between `<!-- results: NAME -->` and `<!-- end -->`; `BLOCKS` has
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -75,7 +76,13 @@ class Comparison:
             return f"C = {arm.capacity_tokens} of {arm.num_steps} per request"
         return f"k = {arm.k}" + (f" of {arm.k + arm.extra}" if arm.extra else "")
 
-    def summary(self) -> str:
+    def while_all_in_flight(self) -> Comparison | None:
+        """The same by that measure; None where it was not taken."""
+        steady = copy.copy(self)
+        steady.cells = [cell._replace(throughput=cell.steady) for cell in self.cells if cell.steady]
+        return steady if steady.cells else None
+
+    def summary(self, heading: str = "Output tokens/s") -> str:
         """Of the best of each kind, by load."""
         automatic = {(arm.draft, arm.continued) for arm in self.arms.values() if arm.family == "auto"}
         several = len({draft for draft, _ in automatic}) > 1
@@ -100,7 +107,7 @@ class Comparison:
             found = [self.best(load, **wanted) for load in self.loads]
             if any(found):
                 rows.append([title, *(self._describe(cell) for cell in found)])
-        return table(["Output tokens/s", *map(str, self.loads)], rows)
+        return table([heading, *map(str, self.loads)], rows)
 
     def _describe(self, cell: Cell | None) -> str:
         if cell is None:
@@ -128,7 +135,10 @@ def capacity(*names: str) -> Callable[[], str]:
 
     def render() -> str:
         comparison = Comparison(*names)
-        return comparison.summary() + "\n" + comparison.verdicts()
+        blocks = [comparison.summary()]
+        if steady := comparison.while_all_in_flight():
+            blocks.append(steady.summary("While all are in flight"))
+        return "\n".join([*blocks, comparison.verdicts()])
 
     return render
 

@@ -178,8 +178,21 @@ def test_markdown_holds_provenance_tables_and_what_was_unavailable(results):
     shares = "3 (30.0%) | 1 (10.0%) | 4 (40.0%) | 1 (10.0%) | 1 (10.0%)"
     assert f"| tetris k=4+2 | concurrency 16 | {shares} |" in text
     assert "not measured: random k=4+2 (out of memory)" in text
+    (header,) = {line for line in text.splitlines() if line.startswith("| arm | output tok/s, ratio")}
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| tetris k=4+2 | 1.55")}
-    assert widths == {len(report._COLUMNS) + 1}
+    assert widths == {header.count("|")}
+    # Not measured in these samples.
+    assert "steady" not in header and "per-user" not in header
+
+
+def test_the_steady_part_has_a_column_of_its_own(results):
+    for sample in results["samples"]:
+        sample["steady_tokens_per_s"] = sample["output_tokens_per_s"] * (
+            1.1 if "tetris" in sample["arm"] else 1.0
+        )
+    text = report.render_markdown(results)
+    assert "| arm | output tok/s, ratio | steady, ratio |" in text
+    assert "| tetris k=4+2 | 1.55 (1.50..1.60) | 1.71 (1.65..1.76) |" in text and "| none | 1 | 1 |" in text
 
 
 def test_latencies_are_milliseconds_beside_their_ratio(results):
@@ -346,6 +359,12 @@ def test_goals_of_the_automatic_capacity():
     assert (fixed.holds, fixed.detail) == (False, "auto useless D=6 at concurrency 1: 0.97")
     others = verdicts["automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on"]
     assert others.holds and others.detail == "in the one cell"
+    # As good as it is over the whole run, while all requests are in flight it is not.
+    steady = [s | {"steady_tokens_per_s": 100 if "auto" in s["arm"] else 90} for s in samples]
+    verdicts = {v.expectation: v for v in report.judge(report.build_cells(steady), arms)}
+    in_flight = verdicts["the same while all requests are in flight"]
+    assert (in_flight.holds, in_flight.detail) == (False, "auto D=6 at concurrency 16: 1.11")
+    assert verdicts[others.expectation].holds
     # Without any other arm there is nothing to say.
     alone = [sample for sample in samples if not sample["arm"].startswith("standalone")]
     assert others.expectation not in {v.expectation for v in report.judge(report.build_cells(alone), arms)}

@@ -541,3 +541,17 @@ def test_without_a_plotting_library_there_are_no_pictures_and_it_says_so(tmp_pat
     monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
     done = run(app, ["bench", "--step-picture", "--out", str(out)])
     assert done.exit_code == 2 and "--step-picture" in done.output
+
+
+def test_the_steady_part_of_a_run_leaves_its_end_out():
+    # Two in flight. The third begins when the second ends (2 s), and runs alone from 4 s on.
+    result = {
+        "ttfts": [1.0, 1.0, 1.0],
+        "itls": [[1.0, 1.0, 1.0], [1.0], [1.0, 4.0]],
+        "output_lens": [4, 2, 3],
+    }
+    # Until 4 s: 4 tokens of the first, 2 of the second, 2 of the third.
+    assert measuring.measure_steady(result, 2) == pytest.approx(8 / 4)
+    # One after the other: nothing is left out.
+    assert measuring.measure_steady(result, 1) == pytest.approx(9 / (4 + 2 + 6))
+    assert measuring.measure_steady(result, None) is None

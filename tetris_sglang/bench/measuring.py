@@ -7,6 +7,7 @@ still meanwhile. A machine whose speed drifts within a run then drifts for every
 from __future__ import annotations
 
 import contextlib
+import heapq
 import io
 import json
 import multiprocessing
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from tetris_sglang.bench.results import Sample, hash_output
@@ -229,6 +231,7 @@ class Run:
             "request_rate": self._load.request_rate,
             "temperature": self._temperature,
             "output_tokens_per_s": result["output_throughput"],
+            "steady_tokens_per_s": measure_steady(result, self._load.concurrency),
             "per_user_tokens_per_s": measure_per_user(result),
             **{
                 f"{short}_{quantile}_ms": result[f"{'median' if quantile == 'p50' else quantile}_{name}_ms"]
@@ -304,3 +307,27 @@ def measure_per_user(result: dict[str, Any]) -> float:
     """Tokens per second as one user sees them: a request's output over its whole latency, the median request's."""
     requests = zip(result["output_lens"], result["ttfts"], result["itls"], strict=True)
     return median(tokens / (ttft + sum(itl)) for tokens, ttft, itl in requests)
+
+
+def measure_steady(result: dict[str, Any], concurrency: int | None) -> float | None:
+    """Tokens per second while so many requests were in flight: without a run's end, where there are fewer and fewer.
+
+    SGLang's own measure (benchmark/steady_state.py). Its results lack when each request began; in a closed loop, that is when an
+    earlier one ended, in order.
+
+    Returns:
+        None for arrivals at random times.
+    """
+    if concurrency is None:
+        return None
+    from sglang.benchmark.steady_state import steady_state_output_throughput
+
+    ends: list[float] = []
+    outputs = []
+    for ttft, itl in zip(result["ttfts"], result["itls"], strict=True):
+        start = heapq.heappop(ends) if len(ends) == concurrency else 0.0
+        latency = ttft + sum(itl)
+        outputs.append(SimpleNamespace(success=True, start_time=start, latency=latency, ttft=ttft, itl=itl))
+        heapq.heappush(ends, start + latency)
+    lens = result["output_lens"]
+    return steady_state_output_throughput(outputs, lens, lens, concurrency_ratio=1.0)[0]

@@ -62,6 +62,8 @@ class Cell(NamedTuple):
     temperature: float
     load: Load
     throughput: Ratio
+    steady: Ratio | None
+    """Throughput while all of the load's requests were in flight."""
     tokens_per_s: float
     per_user_tokens_per_s: float | None
     latencies: dict[str, Latency]
@@ -121,7 +123,9 @@ def _build_cell(samples: Sequence[Sample], arm: str, temperature: float, load: L
 
     drafts = DraftCounts(*map(total, ("verify_steps", "selected", "accepted")))
     batch_steps, prompt_tokens = total("num_steps"), total("prompt_tokens")
-    # Results from before it was measured lack it.
+    # Results from before these were measured lack them.
+    steady = [s for s in samples if s.get("steady_tokens_per_s")]
+    steady_ratios = pair_ratios(steady, arm, lambda s: s["steady_tokens_per_s"])
     per_user = [s["per_user_tokens_per_s"] for s in mine if "per_user_tokens_per_s" in s]
     timed = [s["phase_ms"] for s in mine if s["phase_ms"]]
     return Cell(
@@ -129,6 +133,7 @@ def _build_cell(samples: Sequence[Sample], arm: str, temperature: float, load: L
         temperature,
         load,
         summarise_ratios(pair_ratios(samples, arm, lambda s: s["output_tokens_per_s"])),
+        summarise_ratios(steady_ratios) if steady_ratios else None,
         tokens_per_s=median(s["output_tokens_per_s"] for s in mine),
         per_user_tokens_per_s=median(per_user) if per_user else None,
         latencies={name: latency(name) for name in LATENCIES},
@@ -196,13 +201,17 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         by_load.setdefault(cell.load, []).append(cell)
     best = [max(cells, key=lambda c: c.throughput.median) for cells in by_load.values()]
 
-    def compare_auto(share: float, families: Sequence[str], of: Sequence[Cell]) -> list[_Check]:
+    def compare_auto(
+        share: float, families: Sequence[str], of: Sequence[Cell], measure: str = "throughput"
+    ) -> list[_Check]:
         """Of each automatic cell, whether it reaches this share of the best of its rivals and no speculation."""
         compared = []
         for cell in of:
             rivals = [c for family in families for c in of_family(family) if place_of(c) == place_of(cell)]
-            rival = max((c.throughput.median for c in rivals), default=1.0)
-            reached = cell.throughput.median / max(rival, 1.0)
+            ratios = [getattr(c, measure) for c in (cell, *rivals)]
+            if None in ratios:
+                continue
+            reached = ratios[0].median / max([1.0, *(ratio.median for ratio in ratios[1:])])
             compared.append(_Check(_name(cell), round(reached, 2) >= share, reached, f"{reached:.2f}"))
         return compared
 
@@ -211,6 +220,9 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
     # The default's chains go on from the text; where both were measured, those that do not are an ablation.
     going_on = {place_of(c) for c in every_auto if arms[c.arm].continued}
     auto = [c for c in every_auto if place_of(c) not in going_on or arms[c.arm].continued]
+    loaded = [
+        c for c in auto if (c.load.concurrency or 0) >= 16 and arms[c.arm].draft not in ("perfect", "useless")
+    ]
     verdicts = [
         _verdict("automatic capacity at least 0.98 of no speculation", compare_auto(0.98, (), auto)),
         _verdict(
@@ -219,17 +231,11 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         ),
         _verdict(
             "automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on",
-            compare_auto(
-                1.15,
-                others,
-                [
-                    c
-                    for c in auto
-                    if (c.load.concurrency or 0) >= 16 and arms[c.arm].draft not in ("perfect", "useless")
-                ],
-            )
-            if others
-            else [],
+            compare_auto(1.15, others, loaded) if others else [],
+        ),
+        _verdict(
+            "the same while all requests are in flight",
+            compare_auto(1.15, others, loaded, measure="steady") if others else [],
         ),
         _verdict(
             "verification success rate above STANDALONE's at equal k, where requests share a capacity",
@@ -329,6 +335,7 @@ def _verdict(expectation: str, checks: Sequence[_Check]) -> Verdict | None:
 _COLUMNS = (
     "arm",
     "output tok/s, ratio",
+    "steady, ratio",
     "output tok/s",
     "per-user tok/s",
     "accept length",
@@ -349,7 +356,7 @@ _SHORT = {
 }
 _CAPTION = (
     "Ratios to no speculation, median (smallest..largest) over paired repeats; throughput above 1 wins, "
-    "latency below 1 wins. Per-user tok/s: a request's output over its whole latency, the median request. Accept length: "
+    "latency below 1 wins. Steady: output tok/s while as many requests are in flight as the load says, without the run's end. Per-user tok/s: a request's output over its whole latency, the median request. Accept length: "
     "tokens emitted per request and step, bonus included. Success rate: accepted of verified drafts. Verified per step: "
     "target rows per request and step, root included."
 )
@@ -364,6 +371,7 @@ def _row(cell: Cell) -> list[str]:
     return [
         cell.arm,
         "1" if cell.arm == REFERENCE else throughput,
+        "" if cell.steady is None else "1" if cell.arm == REFERENCE else str(cell.steady),
         number(cell.tokens_per_s, ".1f"),
         number(cell.per_user_tokens_per_s, ".1f"),
         number(cell.accept_length, ".2f"),
@@ -480,7 +488,10 @@ def render_markdown(results: Results) -> str:
     ]
     for title, rows in _tables(cells, results["arms"]):
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
-        add_table(_COLUMNS, map(_row, rows))
+        columns = list(zip(_COLUMNS, *map(_row, rows), strict=True))
+        # What no arm has was not measured.
+        header, *shown = zip(*(column for column in columns if any(column[1:])), strict=True)
+        add_table(header, shown)
         lines += [_LATENCY_CAPTION + ":", ""]
         add_table(
             ("arm", *(name.upper().replace("_P", " p") for name in LATENCIES)),
