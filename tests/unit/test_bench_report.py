@@ -260,7 +260,10 @@ def test_poisson_arrivals_are_cells_of_their_own(results):
 
 @pytest.mark.parametrize(
     "name",
-    ["serving", "drafts", "heads", "heads_auto", "capacity_long", "capacity_drafts", "capacity_loads"],
+    [
+        *("serving", "drafts", "heads", "heads_auto"),
+        *(f"capacity_{name}" for name in ("16", "32", "long", "drafts", "loads", "unlike")),
+    ],
 )
 def test_the_shipped_results_can_be_rendered(name, tmp_path):
     results = json.loads((RESULTS / f"{name}.json").read_text())

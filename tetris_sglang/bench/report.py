@@ -356,7 +356,8 @@ _SHORT = {
 }
 _CAPTION = (
     "Ratios to no speculation, median (smallest..largest) over paired repeats; throughput above 1 wins, "
-    "latency below 1 wins. Steady: output tok/s while as many requests are in flight as the load says, without the run's end. Per-user tok/s: a request's output over its whole latency, the median request. Accept length: "
+    "latency below 1 wins. Steady: output tok/s while as many requests are in flight as the load says, without the run's end. "
+    "Per-user tok/s: a request's output over its whole latency, the median request. Accept length: "
     "tokens emitted per request and step, bonus included. Success rate: accepted of verified drafts. Verified per step: "
     "target rows per request and step, root included."
 )

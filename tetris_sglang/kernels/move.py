@@ -55,7 +55,7 @@ def plan_move(num_rows: int) -> tuple[int, int]:
 def move_kernel(data_ptrs, row_bytes, target, source, num_rows, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     buffer, request, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(data_ptrs + buffer).to(tl.pointer_type(tl.int64))
-    width = tl.load(row_bytes + buffer) // 8
+    width = tl.load(row_bytes + buffer) // 8  # WORD_BYTES
     rows = tl.arange(0, ROWS)
     is_row = rows < num_rows
     place = request.to(tl.int64) * num_rows + rows

@@ -20,8 +20,13 @@ def move_kv(kv_pool: MHATokenToKVPool, target: Tensor, source: Tensor) -> None:
         return
     from tetris_sglang.kernels.move import move_rows
 
-    most_bytes = max(buffer[0].nbytes for buffer in (kv_pool.k_buffer[0], kv_pool.v_buffer[0]))
-    move_rows(kv_pool.data_ptrs, kv_pool.data_strides, most_bytes, target.contiguous(), source.contiguous())
+    move_rows(
+        kv_pool.data_ptrs,
+        kv_pool.data_strides,
+        max(_row_bytes(kv_pool)),
+        target.contiguous(),
+        source.contiguous(),
+    )
 
 
 def check_kv_pool(kv_pool) -> None:
@@ -32,13 +37,20 @@ def check_kv_pool(kv_pool) -> None:
     """
     from tetris_sglang.kernels.move import WORD_BYTES
 
-    # Subclasses keep scales or other layouts.
-    if type(kv_pool) is MHATokenToKVPool and kv_pool.kv_cache_layout == "nhd":
-        row_bytes = [buffers[0][0].nbytes for buffers in (kv_pool.k_buffer, kv_pool.v_buffer)]
-        if kv_pool.native_k_scale_buffer is None and not any(size % WORD_BYTES for size in row_bytes):
-            return
+    if (
+        type(kv_pool) is MHATokenToKVPool  # subclasses keep scales or other layouts
+        and kv_pool.kv_cache_layout == "nhd"
+        and kv_pool.native_k_scale_buffer is None
+        and not any(size % WORD_BYTES for size in _row_bytes(kv_pool))
+    ):
+        return
     raise ValueError(
         f"--kv-cache-dtype: draft trees move keys and values, which TETRIS cannot do in this server's {type(kv_pool).__name__}: "
         f"it wants rows of whole words of {WORD_BYTES} bytes, one after the other, and nothing beside them. Use --kv-cache-dtype "
         f"auto, leave SGLANG_USE_HND_KVCACHE unset, or draft chains with --speculative-eagle-topk 1."
     )
+
+
+def _row_bytes(kv_pool: MHATokenToKVPool) -> list[int]:
+    """Of a token's keys and of its values in one layer: the two values that `data_strides` has, without asking the device."""
+    return [buffer.stride(0) * buffer.element_size() for buffer in (kv_pool.k_buffer[0], kv_pool.v_buffer[0])]
