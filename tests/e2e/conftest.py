@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from tests.e2e.client import Client, Reference
-from tests.e2e.plugins import SWITCHING_PLANS, write_plugin
+from tests.e2e.plugins import SWITCHING_PLANS, UNLIKE_RANKS, write_plugin
 from tetris_sglang.runtime.cpu.defaults import OVERLAP_VARIABLE
 from tetris_sglang.server_process import ServerProcess, start_all
 
@@ -88,13 +88,23 @@ ARGUMENTS = {
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
         "--speculative-num-draft-tokens", "13", "--disable-overlap-schedule",
     ],
+    # Two ranks that disagree about everything that ranks may disagree about, and make random plans.
+    "parallel": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--tp-size", "2",
+    ],
+    "parallel_tree": [
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
+        "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4", "--tp-size", "2",
+    ],
     "mtp": [
         "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, *CRAMPED,
     ],
 }  # fmt: skip
 AS_USERS_HAVE_THEM = ("auto",)
-SWITCHING = ("perfect_switching", "eagle3", "mtp")
+SWITCHING = ("perfect_switching", "eagle3", "mtp", "parallel")
 """Those with plugins.SWITCHING_PLANS."""
+PARALLEL = ("parallel", "parallel_tree")
+"""Those with plugins.UNLIKE_RANKS."""
 # Kept for the session, because other tests than those of one fixture use them.
 SHARED = ("plain", "overlap")
 ROOMY = ("overlap", "synchronous", "tree")
@@ -107,7 +117,7 @@ FEATURED = ("overlap", "tree", "ngram", "eagle3")
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
 LEAST_SUCCESS = {
     "overlap": 0.5, "synchronous": 0.5, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
-    "mtp": 0.35,
+    "mtp": 0.35, "parallel": 0.3, "parallel_tree": 0.3,
 }  # fmt: skip
 
 
@@ -144,8 +154,13 @@ class Servers:
         if name not in AS_USERS_HAVE_THEM:
             # What a GPU serves with by default. Two processes run tests, with servers each: threads would wait for each other.
             environment |= {OVERLAP_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+        plugins = self._log_folder / "plugins"
         if name in SWITCHING:
-            environment |= write_plugin(self._log_folder / "plugins", "switching_plans", SWITCHING_PLANS)
+            environment |= write_plugin(plugins / "switching", "switching_plans", SWITCHING_PLANS)
+        if name in PARALLEL:
+            unlike = write_plugin(plugins / "unlike", "unlike_ranks", UNLIKE_RANKS)
+            folders = [each["PYTHONPATH"] for each in (environment, unlike) if "PYTHONPATH" in each]
+            environment["PYTHONPATH"] = os.pathsep.join(folders)
         return ServerProcess(
             arguments, self._log_folder / f"{name}.log", environment=environment, start_timeout_s=400
         )

@@ -62,3 +62,48 @@ SWITCHING_PLANS = """
     AutoCapacity.choose = choose
 """
 """Random plans: plain steps and speculative ones of any depth and capacity follow each other."""
+
+UNLIKE_RANKS = """
+    import os
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.runtime_context import get_parallel
+    from tetris_sglang.capacity import AutoCapacity, StepPlan
+    from tetris_sglang.runtime import operations, worker
+
+    select_drafts, make_grid, sample_target = (
+        operations.Operations.select_drafts, worker.make_grid, worker.sample_target
+    )
+    choose, forward = AutoCapacity.choose, TpModelWorker.forward_batch_generation
+
+    def is_second():
+        return get_parallel().tp_rank == 1
+
+    def choose_other(self, *arguments):
+        plan = choose(self, *arguments)
+        return StepPlan(0, 0) if is_second() else plan
+
+    def select_others(self, *arguments):
+        draft_lens = select_drafts(self, *arguments)
+        return draft_lens.roll(1) if is_second() else draft_lens
+
+    def make_other_grid(roots, proposal, *arguments):
+        grid = make_grid(roots, proposal, *arguments)
+        if is_second() and proposal is not None:
+            grid.tokens[:, 1:] = 5
+        return grid
+
+    def sample_others(*arguments):
+        tokens, logits = sample_target(*arguments)
+        return (tokens * 0 + 7 if is_second() else tokens), logits
+
+    def forward_others(self, *arguments, is_verify=False, **others):
+        result = forward(self, *arguments, is_verify=is_verify, **others)
+        if is_second() and not is_verify:
+            result.next_token_ids = result.next_token_ids * 0 + 7
+        return result
+
+    AutoCapacity.choose, TpModelWorker.forward_batch_generation = choose_other, forward_others
+    operations.Operations.select_drafts = select_others
+    worker.make_grid, worker.sample_target = make_other_grid, sample_others
+"""
+"""The second rank plans, selects, drafts and samples something else than the first one, in prefills and in steps."""

@@ -138,7 +138,14 @@ GIVEN = {
     "lora_paths": ["adapter"],
     "attn_dp_size": 2,
     "pp_size": 2,
-    "tp_size": 2,
+    "attn_cp_size": 2,
+    "dcp_size": 2,
+    "moe_dp_size": 2,
+    "dwdp_size": 2,
+    "moe_a2a_backend": "deepep",
+    "speculative_moe_a2a_backend": "deepep",
+    "elastic_ep_backend": "mooncake",
+    "moe_dense_tp_size": 1,
     "disaggregation_mode": "decode",
     "speculative_accept_threshold_single": 0.5,
     "speculative_accept_threshold_acc": 0.5,
@@ -169,7 +176,8 @@ def test_what_the_readme_lists_is_refused():
         "speculative_accept_threshold_single",
         "speculative_accept_threshold_acc",
         "enable_custom_logit_processor",
-        "tp_size",
+        "dcp_size",
+        "moe_a2a_backend",
         "tokenizer_worker_num",
     }
 
@@ -193,6 +201,7 @@ def test_a_good_pair_is_accepted(make_args):
     validate_server_args(
         make_args(speculative_num_steps=5, speculative_num_draft_tokens=6, speculative_eagle_topk=1)
     )
+    validate_server_args(make_args(tp_size=2))
 
 
 def test_other_algorithms_are_left_alone(plugins, make_args):

@@ -24,6 +24,7 @@ from tetris_sglang.capacity import (
 from tetris_sglang.drafting import Proposal
 from tetris_sglang.runtime import pass_timing
 from tetris_sglang.runtime.planning import StepPlanner
+from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.selection import select_prefixes
 
 NUM_STEPS = 6
@@ -330,7 +331,7 @@ def test_times_that_cannot_be_kept_are_taken_anew(monkeypatch, tmp_path, caplog)
     no_folder.write_text("")
     monkeypatch.setattr(pass_timing, "_cache_path", lambda *_: no_folder / "times.json")
     monkeypatch.setattr(pass_timing, "time_passes", lambda *_, **__: timed)
-    assert pass_timing.load_or_time_passes(None, None, num_draft_tokens=3, max_rows=8) is timed
+    assert pass_timing.load_or_time_passes(None, None, num_draft_tokens=3, max_rows=8, ranks=Ranks()) is timed
     assert "cannot be kept" in caplog.text and "SGLANG_TETRIS_CACHE" in caplog.text
 
 
@@ -346,7 +347,7 @@ def test_late_results_do_not_count_against_the_draft(batch_size, lag):
         AcceptCurves(4, capacity_shares(4)),
     )
     policy.choose = lambda *_: StepPlan(0, 0) if len(accepted) % 3 == 2 else StepPlan(4, 3 * batch_size)
-    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu")
+    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
     batch = SimpleNamespace(reqs=[None] * batch_size, seq_lens_sum=0)
     proposal = Proposal(
         torch.zeros((batch_size, 4), dtype=torch.int64),
@@ -375,7 +376,7 @@ def test_context_is_counted_also_when_requests_have_just_left(known, lens, expec
     )
     seen = []
     policy.choose = lambda batch_size, limits, context_tokens: seen.append(context_tokens) or StepPlan(0, 0)
-    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu")
+    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
     lens = None if lens is None else torch.tensor(lens)
     planner.plan(SimpleNamespace(reqs=[None] * 2, seq_lens_sum=known, seq_lens_cpu=lens), 2)
     assert seen == [expected]

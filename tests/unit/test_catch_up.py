@@ -11,17 +11,24 @@ import torch
 from tetris_sglang.capacity import StepShape
 from tetris_sglang.runtime import catch_up, step_clock
 from tetris_sglang.runtime.catch_up import MissedTokens
+from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.step_clock import StepClock, TimedStep
 from tetris_sglang.runtime.windows import Window, slide_window
+
+ALONE = Ranks()
 
 
 def state_of(tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack((tokens, tokens * 2, -tokens), dim=-1).float()
 
 
-def make_missed(slots: int = 12, most_emitted: int = 1, has_states: bool = False) -> MissedTokens:
+def make_missed(
+    slots: int = 12, most_emitted: int = 1, has_states: bool = False, ranks: Ranks = ALONE
+) -> MissedTokens:
     size = 3 if has_states else None
-    return MissedTokens(slots, most_emitted=most_emitted, hidden_size=size, dtype=torch.float32, device="cpu")
+    return MissedTokens(
+        slots, most_emitted=most_emitted, hidden_size=size, dtype=torch.float32, device="cpu", ranks=ranks
+    )
 
 
 @pytest.mark.parametrize("width", [2, 4, 7])

@@ -98,8 +98,14 @@ class Unsupported(NamedTuple):
 # Values that mean "not in use", where None and False do not say it all.
 _NEUTRAL: dict[str, tuple] = {
     "pp_size": (None, 1),
-    "tp_size": (None, 1),
     "attn_dp_size": (None, 1),
+    "attn_cp_size": (None, 1),
+    "dcp_size": (None, 1),
+    "moe_dp_size": (None, 1),
+    "dwdp_size": (None, 1),
+    "moe_a2a_backend": (None, "none"),
+    "speculative_moe_a2a_backend": (None, "none"),
+    "elastic_ep_backend": (None, "none"),
     "speculative_accept_threshold_single": (None, 1.0),
     "speculative_accept_threshold_acc": (None, 1.0),
     "disaggregation_mode": (None, "null"),
@@ -114,6 +120,8 @@ _BACKEND_ARGUMENTS = (
     "decode_attention_backend",
     "speculative_draft_attention_backend",
 )
+_SPLIT_CONTEXT = "ranks would hold parts of a request's keys and values, and verify parts of a ragged pass"
+_SPLIT_EXPERTS = "ranks would have to agree on unlike parts of a ragged pass"
 _UNGUARDED = (
     "SGLang loads no plugins where it takes requests, so TETRIS could not refuse what it cannot serve"
 )
@@ -128,7 +136,18 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--attn-dp-size / --enable-dp-attention",
         "DP attention needs a capacity agreed on between ranks",
     ),
-    Unsupported("tp_size", "--tp-size", "the ranks are not made to agree on a selection yet"),
+    Unsupported("attn_cp_size", "--attn-cp-size", _SPLIT_CONTEXT),
+    Unsupported("dcp_size", "--dcp-size", _SPLIT_CONTEXT),
+    Unsupported("moe_dp_size", "--moe-dp-size", _SPLIT_EXPERTS),
+    Unsupported("dwdp_size", "--dwdp-size", _SPLIT_EXPERTS),
+    Unsupported("moe_a2a_backend", "--moe-a2a-backend", _SPLIT_EXPERTS),
+    Unsupported("speculative_moe_a2a_backend", "--speculative-moe-a2a-backend", _SPLIT_EXPERTS),
+    Unsupported("elastic_ep_backend", "--elastic-ep-backend", "every rank has to take part in every step"),
+    Unsupported(
+        "moe_dense_tp_size",
+        "--moe-dense-tp-size",
+        "SGLang pads passes to as many tokens for each request, and a ragged pass has unlike numbers",
+    ),
     Unsupported("pp_size", "--pp-size", "pipeline parallelism splits the verify pass over stages"),
     Unsupported(
         "enable_two_batch_overlap",

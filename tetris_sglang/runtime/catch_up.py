@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.runtime.host_copy import HostCopy
+from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.windows import Window, align_right
 
 MEMORY_BYTES = 64 << 20
@@ -21,11 +22,12 @@ class MissedTokens:
     """Tokens that left a request's window before a pass of the draft saw them.
 
     How many a step emits is known on the device. The host knows it some steps later, and until then how many they are at
-    most.
+    most; of several ranks the first one's knowledge counts.
 
     Args:
         num_slots: rows of SGLang's request-to-token table. most_emitted: tokens per request and step.
         hidden_size, dtype: of the states; None: the draft reads none.
+        ranks: that catch up together.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class MissedTokens:
         hidden_size: int | None,
         dtype: torch.dtype,
         device: str | torch.device,
+        ranks: Ranks,
     ) -> None:
         state_bytes = 0 if hidden_size is None else hidden_size * dtype.itemsize
         affordable = min(MOST_TOKENS, MEMORY_BYTES // (num_slots * (4 + state_bytes)))
@@ -48,30 +51,50 @@ class MissedTokens:
         )
         # The most of a running request after each step that the host has not read yet, and what the step can have added.
         self._unread: deque[tuple[HostCopy, int]] = deque()
-        self._num_read = 0
-        self.most_tokens = 0
-        """The most that a request was known to miss: as many may be missing at the end of a cached prefix."""
+        self._num_read = self._most_read = 0
+        # What all ranks go by.
+        self._ranks = ranks
+        self._num_agreed = self._most_agreed = 0
 
     @property
     def num_tokens(self) -> int:
         """No running request misses more. Exact on the CPU, where nothing has to come in."""
-        while self._unread and self._unread[0][0].is_ready:
-            reading, _ = self._unread.popleft()
-            self._num_read = int(reading.tensors[0])
-            self.most_tokens = max(self.most_tokens, self._num_read)
-        return self._num_read + sum(added for _, added in self._unread)
+        self._agree()
+        return self._num_agreed
+
+    @property
+    def most_tokens(self) -> int:
+        """The most that a request was known to miss: as many may be missing at the end of a cached prefix."""
+        self._agree()
+        return self._most_agreed
 
     def has_room(self, emitted: int) -> bool:
         """For a step that emits so many tokens per request at most."""
-        return self.num_tokens + emitted <= self._capacity
+        if self._num_agreed + emitted > self._capacity:
+            self._agree()
+        return self._num_agreed + emitted <= self._capacity
+
+    def _read(self) -> None:
+        while self._unread and self._unread[0][0].is_ready:
+            reading, _ = self._unread.popleft()
+            self._num_read = int(reading.tensors[0])
+            self._most_read = max(self._most_read, self._num_read)
+
+    def _agree(self) -> None:
+        if not self._num_agreed:  # on every rank
+            return
+        self._read()
+        known = self._num_read + sum(added for _, added in self._unread), self._most_read
+        self._num_agreed, self._most_agreed = self._ranks.agree(known)
 
     def forget_rows(self, rows: Tensor) -> None:
         """These slots [n] belong to requests just prefilled, by the draft, too."""
         # Not by assignment, whose value would come from the host, after a wait (speculative/eagle_utils.py).
         self._counts.index_fill_(0, rows, 0)
         if not self._counts.is_cuda:
+            self._agree()
             self._unread.clear()
-            self._num_read = int(self._counts.max())
+            self._num_read = self._num_agreed = int(self._counts.max())
 
     def push(self, rows: Tensor, left: Window) -> None:
         """One step.
@@ -91,14 +114,16 @@ class MissedTokens:
         counts = counts + (1 if left.counts is None else left.counts)
         self._counts[rows] = counts
         self._unread.append((HostCopy(counts.max()), width))
+        self._num_agreed += width
+        self._read()
 
     def take(self, rows: Tensor) -> Window:
         """What the requests in these slots [batch] missed, aligned to the right; counts may be 0. Forgets everything."""
         counts, width = self._counts[rows], self.num_tokens
-        self.most_tokens = max(self.most_tokens, width)
+        self._most_read = self._most_agreed = max(self._most_agreed, width)
         states = None if self._states is None else align_right(self._states[rows, :width], counts)
         missed = Window(align_right(self._tokens[rows, :width], counts).to(torch.int64), counts, states)
         self._counts.zero_()
         self._unread.clear()
-        self._num_read = 0
+        self._num_read = self._num_agreed = 0
         return missed

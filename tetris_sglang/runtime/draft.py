@@ -46,6 +46,7 @@ from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.catch_up import MissedTokens
 from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.runtime.kv_moves import move_kv
+from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.windows import (
     Window,
@@ -130,7 +131,7 @@ class ModelDraft:
         """Tokens that a request drafts with `depth` passes."""
         return min(self.speculative_num_draft_tokens - 1, count_nodes(depth, self.topk) + self.num_continued)
 
-    def alloc_missed(self, req_to_token_pool) -> None:
+    def alloc_missed(self, req_to_token_pool, ranks: Ranks) -> None:
         """Where tokens wait that steps without the draft emit; when the pools are there."""
         table = req_to_token_pool.req_to_token
         if self.reads_hidden_states:
@@ -141,6 +142,7 @@ class ModelDraft:
             hidden_size=self.target_state_size,
             dtype=self.draft_runner.model_config.dtype,
             device=table.device,
+            ranks=ranks,
         )
 
     def init_attention_backend(self) -> None:

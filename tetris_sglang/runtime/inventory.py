@@ -143,6 +143,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         _SRT + "entrypoints.engine.Engine", ("server_args_class",), "speculative_tetris_* arguments of Engine"
     ),
     Symbol(_SRT + "runtime_context.get_device", (), "resolved configuration"),
+    Symbol(_SRT + "runtime_context.get_parallel", (), "the tensor-parallel ranks"),
     Symbol(_SRT + "runtime_context.get_schedule", (), "resolved configuration"),
     Symbol(_SRT + "runtime_context.get_spec", (), "resolved configuration"),
     Symbol(_SRT + "runtime_context.get_observability", (), "resolved configuration"),
@@ -307,6 +308,14 @@ SYMBOLS: tuple[Symbol, ...] = (
         "both models; the draft's passes call its model",
     ),
     Symbol(_FORWARD + "model_runner.ModelRunner.forward", ("forward_batch",), "the draft's prefill"),
+    Symbol(
+        _SRT + "distributed.parallel_state.GroupCoordinator",
+        ("all_gather_object", "broadcast", "cpu_group", "first_rank", "rank_in_group", "world_size"),
+        "tensor-parallel ranks do what the first one decides",
+    ),
+    Symbol(
+        _SRT + "distributed.parallel_state.GroupCoordinator.broadcast", ("input_", "src"), "drafts and draws"
+    ),
     Symbol(_SRT + "runtime_context.get_model", (), "the draft's own layout of shared experts"),
     Symbol(
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",

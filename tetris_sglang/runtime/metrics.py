@@ -13,9 +13,13 @@ class StepMetrics:
     """Host-side counters of one scheduler process; no device sync.
 
     drafted: tokens proposed by the draft. selected: those verified. accepted: those kept. Bonus tokens count nowhere.
+
+    Args:
+        is_first: of the ranks that do the same; the others export nothing, unless SGLang is asked for all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_first: bool) -> None:
+        self._is_first = is_first
         self.num_steps = 0
         self.num_requests = 0
         self.drafted = 0
@@ -67,7 +71,8 @@ class StepMetrics:
 
     @cached_property
     def _prometheus(self):
-        if not get_observability().enable_metrics:
+        wanted = get_observability()
+        if not wanted.enable_metrics or not (self._is_first or wanted.enable_metrics_for_all_schedulers):
             return None
         # Imported late: SGLang sets the multiprocess directory before the first metric exists.
         from prometheus_client import Counter, Gauge

@@ -23,6 +23,7 @@ from tetris_sglang import __version__
 from tetris_sglang.capacity import PassTimes
 from tetris_sglang.drafting import Grid
 from tetris_sglang.kernels.reference import pack_rows_reference
+from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.verify import forward_target, graph_tier
 from tetris_sglang.runtime.windows import Window, make_draft_input
 
@@ -40,25 +41,42 @@ _DRAFT_DEPTH = 3
 """Passes timed together, to tell the first from the others."""
 
 
-def load_or_time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int) -> PassTimes:
+def load_or_time_passes(
+    target_worker, draft, *, num_draft_tokens: int, max_rows: int, ranks: Ranks
+) -> PassTimes:
     """The passes' times on this device, from a cache if these models were timed here before.
 
     Args:
         draft: a `ModelDraft`, or None where no model drafts.
         num_draft_tokens: columns of the grid. max_rows: of a target's pass.
+        ranks: that run the passes together, and get the first one's times.
     """
-    path = _cache_path(target_worker, draft, num_draft_tokens)
-    try:
-        cached = PassTimes.from_json(json.loads(path.read_text()))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("TETRIS: %s cannot be read (%s); timing again", path, error)
-    else:
-        if not _is_faster_now(cached, target_worker, draft, num_draft_tokens):
+    path = _cache_path(target_worker, draft, num_draft_tokens, ranks)
+    cached = ranks.agree(_read_cache(path))
+    if cached is not None:
+        if not ranks.agree(_is_faster_now(cached, target_worker, draft, num_draft_tokens)):
             return cached
         logger.info("TETRIS: this device is faster than when %s was written; timing again", path)
-    times = time_passes(target_worker, draft, num_draft_tokens=num_draft_tokens, max_rows=max_rows)
+    times = time_passes(
+        target_worker, draft, num_draft_tokens=num_draft_tokens, max_rows=max_rows, ranks=ranks
+    )
+    times = ranks.agree(times)
+    if ranks.is_first:
+        _write_cache(path, times)
+    return times
+
+
+def _read_cache(path: Path) -> PassTimes | None:
+    try:
+        return PassTimes.from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("TETRIS: %s cannot be read (%s); timing again", path, error)
+        return None
+
+
+def _write_cache(path: Path, times: PassTimes) -> None:
     # Another server may write the same file at the same time.
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
@@ -71,7 +89,6 @@ def load_or_time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows
             "folder that can be written",
             error,
         )
-    return times
 
 
 def _is_faster_now(cached: PassTimes, target_worker, draft, num_draft_tokens: int) -> bool:
@@ -84,7 +101,7 @@ def _is_faster_now(cached: PassTimes, target_worker, draft, num_draft_tokens: in
     return fastest < _FASTER * cached.target_s[rows]
 
 
-def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int) -> PassTimes:
+def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int, ranks: Ranks) -> PassTimes:
     """Time the target's pass by rows and the draft's by batch size, over made-up requests.
 
     Everything is timed in turns, so that a burst of other work does not fall on one size alone, and the fastest counts.
@@ -115,7 +132,8 @@ def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int) -
         for number in range(_ROUNDS):
             for key, run in passes.items():
                 progress.update()
-                if time.perf_counter() - started_at > _BUDGET_S and (number or key[1] > 1):
+                is_late = ranks.agree(time.perf_counter() - started_at > _BUDGET_S)
+                if is_late and (number or key[1] > 1):
                     continue
                 if key[0] in ("window", "draft"):
                     # While serving, the target's weights have just gone through the caches.
@@ -247,7 +265,7 @@ def _home() -> Path:
         return Path(tempfile.gettempdir())
 
 
-def _cache_path(target_worker, draft, num_draft_tokens: int) -> Path:
+def _cache_path(target_worker, draft, num_draft_tokens: int, ranks: Ranks) -> Path:
     runners = [target_worker.model_runner] + ([] if draft is None else [draft.draft_runner])
     described = [
         __version__,
@@ -261,7 +279,7 @@ def _cache_path(target_worker, draft, num_draft_tokens: int) -> Path:
         torch.cuda.get_device_name()
         if runners[0].device == "cuda"
         else (platform.processor(), torch.get_num_threads()),
-        os.cpu_count(),
+        (os.cpu_count(), ranks.count),
     ]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
     folder = os.environ.get("SGLANG_TETRIS_CACHE") or _home() / ".cache" / "tetris_sglang"

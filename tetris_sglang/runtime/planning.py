@@ -18,6 +18,7 @@ from tetris_sglang.capacity import (
 from tetris_sglang.drafting import Proposal, least_passes
 from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.metrics import StepMetrics
+from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.step_clock import StepClock
 from tetris_sglang.selection import survival_from_probs
 
@@ -40,13 +41,13 @@ class StepPlanner:
     """Asks the capacity policy before a step, and tells an automatic one what came of it. Never waits for the device.
 
     Args:
-        device: "cuda" or "cpu".
+        device: "cuda" or "cpu". ranks: whose steps are planned; the first one's clock counts.
     """
 
     def __init__(
-        self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str
+        self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str, ranks: Ranks
     ) -> None:
-        self.policy, self._limits, self._metrics = policy, limits, metrics
+        self.policy, self._limits, self._metrics, self._ranks = policy, limits, metrics, ranks
         self._clock = StepClock(on_cuda=device == "cuda")
         self._auto = policy if isinstance(policy, AutoCapacity) else None
         if self._auto is not None:
@@ -70,6 +71,7 @@ class StepPlanner:
         self._read_curves()
         context_tokens = _count_context_tokens(batch)
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
+        plan = self._ranks.agree(plan)
         rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
         self._clock.describe(StepShape(batch_size, plan.depth, rows, context_tokens))
         if not plan.capacity_tokens:

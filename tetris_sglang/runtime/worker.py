@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 
 import torch
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.runtime_context import get_device, get_schedule, get_spec
+from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
+from torch import Tensor
 
 from tetris_sglang.capacity import (
     AcceptCurves,
@@ -27,7 +29,7 @@ from tetris_sglang.capacity import (
     capacity_shares,
 )
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import INITIAL_OFFSETS, make_grid
+from tetris_sglang.drafting import INITIAL_OFFSETS, Grid, TreeShape, make_grid
 from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
 from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
@@ -39,6 +41,7 @@ from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.pass_timing import load_or_time_passes
 from tetris_sglang.runtime.phases import PhaseTimer
 from tetris_sglang.runtime.planning import StepPlanner
+from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.recording import StepRecorder
 from tetris_sglang.runtime.request_options import RequestWeights
 from tetris_sglang.runtime.texts import RequestTexts
@@ -70,7 +73,11 @@ class TetrisWorker(BaseSpecWorker):
         self.config = TetrisConfig.from_environment(self.speculative_num_steps)
         self._operations = get_operations(self.device, self.config.selection)
         self.phases = PhaseTimer(enabled=self.config.phase_times, on_cuda=self.device == "cuda")
-        self.metrics = StepMetrics()
+        self._ranks = Ranks(get_parallel().tp_group)
+        # What only the first rank may have: a file, and a clock.
+        alike = replace(self.config, record=None, phase_times=False)
+        self._ranks.require_alike((alike, current_kind()), "TETRIS's settings")
+        self.metrics = StepMetrics(self._ranks.is_first)
         self._request_weights = RequestWeights(self.device)
 
         self._target_worker = target_worker
@@ -121,7 +128,7 @@ class TetrisWorker(BaseSpecWorker):
         if self._draft_worker is None or self.config.calibration:
             self._draft.texts = self._texts
         if self._draft_worker is not None:
-            self._draft.alloc_missed(pool)
+            self._draft.alloc_missed(pool, self._ranks)
         if self.config.calibration:
             self.learner = AcceptanceLearner(
                 Calibration(
@@ -131,7 +138,7 @@ class TetrisWorker(BaseSpecWorker):
                 AcceptanceHistory(len(pool.req_to_token), self.device),
             )
             self._draft.calibrate = self.learner.calibrate
-        if self.config.record is not None:
+        if self.config.record is not None and self._ranks.is_first:
             self.recorder = StepRecorder(
                 self.config,
                 draft=current_kind(),
@@ -154,7 +161,7 @@ class TetrisWorker(BaseSpecWorker):
                 self.speculative_num_draft_tokens,
                 pool.req_to_token,
             )
-        self.planner = StepPlanner(self._make_policy(), limits, self.metrics, self.device)
+        self.planner = StepPlanner(self._make_policy(), limits, self.metrics, self.device, self._ranks)
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
         """Run one scheduler iteration: a prefill, or one draft-select-verify step."""
@@ -183,6 +190,7 @@ class TetrisWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=self._draft.target_hidden_mode, return_kv_loc_plan=True
         )
+        (result.next_token_ids,) = self._ranks.share([result.next_token_ids])
         kv_loc_plan, result.kv_loc_plan = result.kv_loc_plan, None
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
@@ -222,6 +230,8 @@ class TetrisWorker(BaseSpecWorker):
             max_depth = depth + self._draft.num_continued if capacity_tokens else 0
             most_drafts = min(max_depth, capacity_tokens)
             grid = make_grid(roots, proposal, max_depth, self.speculative_num_draft_tokens)
+            if draft_lens is not None:
+                draft_lens, grid = self._share_drafts(draft_lens, grid)
             packed = self._operations.pack_grid(
                 draft_lens, grid, seq_lens, req_to_token, batch.req_pool_indices, tier or num_tokens
             )
@@ -255,6 +265,7 @@ class TetrisWorker(BaseSpecWorker):
                 grammar_tree,
                 grammar_barrier,
             )
+            (tokens,) = self._ranks.share([tokens])
             accepted = self._operations.accept_grid(tokens, packed, grid, seq_lens)
             if accepted.path is not None:
                 kv_pool = self._target_worker.model_runner.token_to_kv_pool
@@ -306,6 +317,12 @@ class TetrisWorker(BaseSpecWorker):
             extra_keep_alive_refs=[forward_batch],
         )
 
+    def _share_drafts(self, draft_lens: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
+        """What all ranks verify."""
+        # The tokens first: kernels are compiled for aligned ones.
+        tokens, *shape, draft_lens = self._ranks.share([grid.tokens, *(grid.shape or ()), draft_lens])
+        return draft_lens, Grid(tokens, grid.max_depth, TreeShape(*shape) if shape else None)
+
     @contextlib.contextmanager
     def _draft_context(self):
         if self._draft_worker is None:
@@ -343,6 +360,7 @@ class TetrisWorker(BaseSpecWorker):
             self._draft_worker,
             num_draft_tokens=self.speculative_num_draft_tokens,
             max_rows=max_rows,
+            ranks=self._ranks,
         )
         num_nodes = self._draft.count_nodes(self.speculative_num_steps)
         return AutoCapacity(
