@@ -161,6 +161,8 @@ class Servers:
             unlike = write_plugin(plugins / "unlike", "unlike_ranks", UNLIKE_RANKS)
             folders = [each["PYTHONPATH"] for each in (environment, unlike) if "PYTHONPATH" in each]
             environment["PYTHONPATH"] = os.pathsep.join(folders)
+            # SGLang wants to know where ranks run that share a NUMA node. Its own CPU build alone would bind them.
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0|0"
         return ServerProcess(
             arguments, self._log_folder / f"{name}.log", environment=environment, start_timeout_s=400
         )

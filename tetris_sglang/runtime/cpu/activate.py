@@ -22,6 +22,9 @@ COMPILE_VARIABLE = "TORCH_COMPILE_DISABLE"
 
 MOVE_VARIABLE = "SGLANG_NATIVE_MOVE_KV_CACHE"
 
+# torch's CUDA build brings NCCL along, which SGLang would use for several ranks if it can be loaded, whatever the device.
+NCCL_VARIABLE, NO_NCCL = "SGLANG_NCCL_SO_PATH", "none-on-a-cpu"
+
 
 def has_accelerator() -> bool:
     """Whether torch sees any accelerator that SGLang would choose by itself."""
@@ -60,6 +63,7 @@ def activate() -> None:
     os.environ.setdefault(COMPILE_VARIABLE, "1")
     # Accepted tree nodes move within the KV pool; by default a Triton kernel would move them.
     os.environ.setdefault(MOVE_VARIABLE, "1")
+    os.environ.setdefault(NCCL_VARIABLE, NO_NCCL)
     from tetris_sglang.runtime.cpu import operators
 
     operators.install()
