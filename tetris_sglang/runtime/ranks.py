@@ -71,6 +71,4 @@ class Ranks:
         joined = torch.cat([tensor.flatten().to(torch.int64) for tensor in tensors])
         self._group.broadcast(joined, src=0)
         parts = joined.split([tensor.numel() for tensor in tensors])
-        return [
-            part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)
-        ]
+        return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
