@@ -20,16 +20,18 @@ class Completion(NamedTuple):
 
 
 def generate(
-    url: str, prompts: Sequence[str], *, concurrency: int, max_new_tokens: int, temperature: float = 0.0
+    url: str, prompts: Sequence[str], *, concurrency: int, max_new_tokens: int, **sampling: float
 ) -> tuple[list[Completion], float]:
     """Send all prompts to a server's /generate, at most `concurrency` at a time, ignoring end-of-text tokens.
 
+    Args:
+        sampling: further sampling parameters; greedy without.
     Returns:
         The completions in the order of the prompts, and the seconds that all of them took.
     Raises:
         requests.RequestException: the server refused a prompt or went away.
     """
-    sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True} | sampling
     with requests.Session() as session, ThreadPoolExecutor(concurrency) as pool:
 
         def complete(prompt: str) -> Completion:

@@ -13,6 +13,7 @@ Needs g++ and, for what FlashInfer and SGLang compile, nvcc and ninja; the first
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -133,8 +134,11 @@ def run_arm(name: str, folder: Path, environment: Mapping[str, str]) -> dict[str
     try:
         with server:
             seen["start_s"] = round(server.start_seconds, 1)
-            for concurrency in (1, 3, 8):
-                generate(server.url, prompts, concurrency=concurrency, max_new_tokens=12)
+            # Without top-k, top-p and min-p: what FlashInfer's sampler draws is used as an index, and is nothing here.
+            for temperature, concurrency in itertools.product((0, 1), (1, 3, 8)):
+                generate(
+                    server.url, prompts, concurrency=concurrency, max_new_tokens=12, temperature=temperature
+                )
             seen["decoded"] = True
     except (ServerFailed, OSError) as error:
         seen["error"] = last_error(str(error)) or last_error(log.read_text(errors="replace")) or str(error)

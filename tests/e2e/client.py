@@ -39,7 +39,7 @@ class Client:
         with ThreadPoolExecutor(concurrency) as pool:
             return list(
                 pool.map(
-                    lambda pair: self.generate(pair[0], **params, **pair[1]), zip(prompts, each, strict=True)
+                    lambda pair: self.generate(pair[0], **(params | pair[1])), zip(prompts, each, strict=True)
                 )
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.client import Client, Reference
 from tests.e2e.plugins import SWITCHING_PLANS, UNLIKE_RANKS, write_plugin
@@ -25,16 +27,21 @@ from mtp_checkpoint import make_mtp_checkpoint
 PAIR = REPOSITORY / "benchmarks" / "pair"
 TARGET, DRAFT = PAIR / "target", PAIR / "draft"
 NUM_STEPS = 5
+SHARPNESS = 256
+"""By how much SHARP_TARGET's logits are the target's."""
 NUM_CONTINUED = 4
 """Tokens behind the last pass's, where chains go on."""
 MTP_CHECKPOINT = "MTP_CHECKPOINT"
 TOKEN_MAP = "TOKEN_MAP"
+SHARP_TARGET = "SHARP_TARGET"
 """These stand for files that are made when a server needs them."""
 
 COMMON = [
     "--model-path", str(TARGET), "--dtype", "float32", "--random-seed", "7", "--sleep-on-idle", "--enable-metrics",
     "--max-running-requests", "16", "--enable-cache-report",
 ]  # fmt: skip
+# As most servers are started: SGLang chooses a seed.
+UNSEEDED = [argument for argument in COMMON if argument not in ("--random-seed", "7")]
 TETRIS = ["--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(NUM_STEPS)]
 # A tiny pool and short chunks force retraction, resumption and chunked prefill.
 CRAMPED = [
@@ -61,9 +68,11 @@ ARGUMENTS = {
         "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_CONTINUED),
         "--speculative-tetris-capacity-per-request", str(NUM_STEPS + NUM_CONTINUED),
     ],
-    # The same with trees of all their nodes: the target's own chain is in each, so every level must be accepted.
+    # The same with trees of all their nodes. They keep the chains most likely as a whole, which need not include the target's
+    # own: but where the first token of every level is all but certain, it is in each tree, and every level must be accepted.
     "perfect_tree": [
-        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET), "--speculative-eagle-topk", "2",
+        "--model-path", SHARP_TARGET, *COMMON[2:], *TETRIS, *CRAMPED,
+        "--speculative-draft-model-path", SHARP_TARGET, "--speculative-eagle-topk", "2",
         "--speculative-num-draft-tokens", "19", "--speculative-tetris-capacity-per-request", "18",
     ],
     # What users get without further flags.
@@ -90,10 +99,10 @@ ARGUMENTS = {
     ],
     # Two ranks that disagree about everything that ranks may disagree about, and make random plans.
     "parallel": [
-        *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--tp-size", "2",
+        *UNSEEDED, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--tp-size", "2",
     ],
     "parallel_tree": [
-        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
+        *UNSEEDED, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4", "--tp-size", "2",
     ],
     "mtp": [
@@ -146,7 +155,11 @@ class Servers:
         return self._log_folder / f"{name}.trace"
 
     def _make(self, name: str) -> ServerProcess:
-        made = {MTP_CHECKPOINT: lambda: self._mtp_checkpoint, TOKEN_MAP: lambda: self._token_map}
+        made = {
+            MTP_CHECKPOINT: lambda: self._mtp_checkpoint,
+            TOKEN_MAP: lambda: self._token_map,
+            SHARP_TARGET: lambda: self._sharp_target,
+        }
         arguments = [str(made[argument]()) if argument in made else argument for argument in ARGUMENTS[name]]
         if name in RECORDING:
             arguments += ["--speculative-tetris-record", str(self.trace_path(name))]
@@ -183,6 +196,17 @@ class Servers:
         path = self._log_folder / "token_map.pt"
         torch.save(differences + torch.arange(len(differences)), path)
         return path
+
+    @cached_property
+    def _sharp_target(self) -> Path:
+        """The target with its logits times `SHARPNESS`, a power of two: the greedy text is the target's."""
+        folder = self._log_folder / "sharp_target"
+        if not folder.exists():
+            shutil.copytree(TARGET, folder)
+            weights = load_file(folder / "model.safetensors")
+            weights["model.norm.weight"] *= SHARPNESS
+            save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return folder
 
     def stop(self) -> None:
         for process in self._processes.values():

@@ -1,10 +1,8 @@
 """The draft's KV cache is right after prefix hits, chunked prefill, retraction and resumption.
 
 In the first tests the draft is the target, and all it drafts is verified: every chain must be accepted to its end, and so must the target's
-own chain within every tree. (Rarely a near-tie is decided differently by a pass of another shape.)
-
-A tree keeps the chains most likely as a whole, which need not include the greedy one. So the acceptance of trees is measured
-at a temperature at which that one has nearly all probability.
+own chain within every tree. (Rarely a near-tie is decided differently by a pass of another shape.) Sampled ones, too: draft
+and target draw with the same noise.
 """
 
 from __future__ import annotations
@@ -13,16 +11,10 @@ import numpy as np
 import pytest
 
 from tests.e2e.client import texts
-from tests.e2e.conftest import LEAST_SUCCESS, NUM_CONTINUED, NUM_STEPS, ROOMY, SWITCHING
+from tests.e2e.conftest import LEAST_SUCCESS, NUM_CONTINUED, NUM_STEPS, ROOMY, SHARPNESS, SWITCHING
 from tetris_sglang.trace import Trace, read_trace
 
 ALMOST_ALL = 0.98
-
-
-@pytest.fixture
-def measured(request) -> dict:
-    """Sampling parameters under which every drafted level must be accepted."""
-    return {"temperature": 0.005} if request.node.callspec.params["perfect"] == "perfect_tree" else {}
 
 
 @pytest.fixture
@@ -52,7 +44,7 @@ def accepted_of_model(trace: Trace, before: dict, after: dict) -> float:
     return 1 - max(by_model.sum() - accepted.sum() - 1, 0) / by_model.sum()
 
 
-def test_every_draft_is_accepted_after_chunked_prefill(plain, perfect, measured, success_rate, mixed_prompts):
+def test_every_draft_is_accepted_after_chunked_prefill(plain, perfect, success_rate, mixed_prompts):
     """Chunks of 64 tokens: long prompts are prefilled in several passes."""
     long_prompts = sorted(mixed_prompts, key=len)[-8:]
     params = {"concurrency": 2, "max_new_tokens": 32, "ignore_eos": True}
@@ -62,11 +54,11 @@ def test_every_draft_is_accepted_after_chunked_prefill(plain, perfect, measured,
     assert texts(outputs) == texts(plain.generate_all(long_prompts, **params))
     perfect.flush_cache()
     before = perfect.tetris_state()
-    perfect.generate_all(long_prompts, **params, **measured)
+    perfect.generate_all(long_prompts, **params)
     assert success_rate(before, perfect.tetris_state()) > ALMOST_ALL
 
 
-def test_every_draft_is_accepted_after_radix_hits(plain, perfect, measured, success_rate, prompts):
+def test_every_draft_is_accepted_after_radix_hits(plain, perfect, success_rate, prompts):
     """Prompts that share prefixes, and conversations that go on from their own output."""
     perfect.flush_cache()
     base = max((p["text"] for p in prompts if p["kind"] == "prose"), key=len)
@@ -78,9 +70,7 @@ def test_every_draft_is_accepted_after_radix_hits(plain, perfect, measured, succ
     before = perfect.tetris_state()
     for turn in range(4):
         family = [prompt + output["text"] for prompt, output in zip(family, outputs, strict=True)]
-        outputs = perfect.generate_all(
-            family, concurrency=2, max_new_tokens=9 + turn, ignore_eos=True, **measured
-        )
+        outputs = perfect.generate_all(family, concurrency=2, max_new_tokens=9 + turn, ignore_eos=True)
         assert all(o["meta_info"]["cached_tokens"] > 20 for o in outputs)
     assert success_rate(before, perfect.tetris_state()) > ALMOST_ALL
     outputs = perfect.generate_all(family, concurrency=2, max_new_tokens=12, ignore_eos=True)
@@ -121,6 +111,24 @@ def test_every_draft_of_the_model_is_accepted_also_where_chains_went_on(
     # What the step before continued is what this one's first pass catches up on. The texts repeat themselves.
     assert continued.any(axis=1).mean() > 0.2
     assert by_model.all(axis=1).mean() > ALMOST_ALL
+
+
+def test_every_sampled_draft_is_accepted(perfect, success_rate, mixed_prompts, request):
+    """At the target's own probabilities, after prefill in chunks and after prefix hits, in batches with greedy requests."""
+    is_sharp = request.node.callspec.params["perfect"] == "perfect_tree"
+    params = {"temperature": SHARPNESS if is_sharp else 1, "max_new_tokens": 64, "ignore_eos": True}
+    long_prompts = sorted(mixed_prompts, key=len)[-8:]
+    perfect.flush_cache()
+    written = []
+    for _ in range(2):
+        before = perfect.tetris_state()
+        outputs = perfect.generate_all(
+            long_prompts, concurrency=3, **params, each=[{}, {}, {"temperature": 0}, {}] * 2
+        )
+        assert success_rate(before, perfect.tetris_state()) > ALMOST_ALL
+        written.append(texts(outputs))
+    greedy = [first == second for first, second in zip(*written, strict=True)]
+    assert greedy == [False, False, True, False] * 2, "the same text twice was not drawn"
 
 
 # -- every kind of draft -------------------------------------------------------------------------------------------

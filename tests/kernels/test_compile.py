@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tetris_sglang.kernels import noise
 from tetris_sglang.kernels.accept import accept_kernel
 from tetris_sglang.kernels.move import move_kernel, plan_move
 from tetris_sglang.kernels.pack import pack_kernel
@@ -109,3 +110,21 @@ def test_moving_compiles_stays_in_registers_and_waits_between_reading_and_writin
     barrier = code.index("BAR.SYNC")
     assert "LDG.E" in code[:barrier] and "STG.E" not in code[:barrier]
     assert "STG.E" in code[barrier:]
+
+
+@pytest.mark.parametrize("logits_type, has_token_ids", [("*fp32", False), ("*bf16", True)])
+def test_perturbing_compiles_and_stays_in_registers(logits_type, has_token_ids, tmp_path):
+    types = {"logits": logits_type, "seeds": "*i64", "scales": "*fp32", "positions": "*i64"}
+    types |= {"token_ids": "*i64"} if has_token_ids else {}
+    types |= {"perturbed": "*fp32", "logits_stride": "i32", "columns": "i32"}
+    constants = {"HAS_TOKEN_IDS": has_token_ids, "BLOCK": noise.BLOCK, **noise._CONSTANTS}
+    constants |= {} if has_token_ids else {"token_ids": None}
+    cubin = compile_for_hopper(noise.perturb_kernel, types, constants)
+    assert count_stack_bytes(cubin, tmp_path) == 0
+
+
+def test_drawing_compiles_and_stays_in_registers(tmp_path):
+    types = {"weights": "*fp32", "seeds": "*i64", "positions": "*i64", "best": "*fp32", "tokens": "*i64"}
+    types |= {"weights_stride": "i32", "columns": "i32", "blocks": "i32"}
+    cubin = compile_for_hopper(noise.draw_kernel, types, {"BLOCK": noise.BLOCK, **noise._CONSTANTS})
+    assert count_stack_bytes(cubin, tmp_path) == 0

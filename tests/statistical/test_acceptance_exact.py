@@ -10,13 +10,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from tetris_sglang.acceptance import accept_chain, accept_tree, sample_rows
+from tetris_sglang.acceptance import RequestNoise, accept_chain, accept_tree, draw, perturb, sample_rows
 from tetris_sglang.drafting import TreeGrower, make_grid
 from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
 
 VOCAB, MAX_DRAFT, HORIZON, REQUESTS = 5, 3, 3, 40_000
 CAPACITY = REQUESTS  # a third of what is drafted: some chains get no draft, some get three
 ROOTS = torch.arange(REQUESTS) % VOCAB
+SEEDS = torch.arange(REQUESTS)
 HOLDS, REJECTED = 1e-4, 1e-6  # p-values
 
 TARGET = torch.tensor(
@@ -46,10 +47,10 @@ def uniforms(generator, *shape):
     return torch.rand(*shape, dtype=torch.float64, generator=generator)
 
 
-# --- drafts: (contexts [batch], generator) -> drafts [batch, max_draft], draft_probs of each ----------------
+# --- drafts: (contexts [batch], generator, positions of these [batch]) -> drafts [batch, max_draft], draft_probs of each
 
 
-def draft_argmax(contexts, generator):
+def draft_argmax(contexts, generator, positions):
     drafts, probs = [], []
     for _ in range(MAX_DRAFT):
         best = DRAFT[contexts].max(dim=1)
@@ -59,7 +60,7 @@ def draft_argmax(contexts, generator):
     return torch.stack(drafts, 1), torch.stack(probs, 1)
 
 
-def draft_sampled(contexts, generator):
+def draft_sampled(contexts, generator, positions):
     drafts, probs = [], []
     for _ in range(MAX_DRAFT):
         q = DRAFT[contexts]
@@ -69,10 +70,22 @@ def draft_sampled(contexts, generator):
     return torch.stack(drafts, 1), torch.stack(probs, 1)
 
 
-# --- acceptance: (candidates [batch, width], target_probs [batch, width, vocab], draft_lens, generator) -----
+def draft_with_shared_noise(contexts, generator, positions):
+    drafts, probs = [], []
+    noise = RequestNoise(SEEDS, torch.ones(REQUESTS))
+    for level in range(MAX_DRAFT):
+        perturbed = perturb(DRAFT[contexts].log(), noise, positions + level)
+        best = perturbed.softmax(dim=1).max(dim=1)
+        contexts = best.indices
+        drafts.append(contexts)
+        probs.append(best.values)
+    return torch.stack(drafts, 1), torch.stack(probs, 1)
 
 
-def accept_target_only(candidates, target_probs, draft_lens, generator):
+# --- acceptance: (candidates [batch, width], target_probs [batch, width, vocab], draft_lens, generator, positions)
+
+
+def accept_target_only(candidates, target_probs, draft_lens, generator, positions):
     """What is tested: packed rows, each with the target's own draw, scattered back to strided numbering."""
     width = candidates.shape[1]
     verified = torch.arange(width) <= draft_lens[:, None]
@@ -82,7 +95,24 @@ def accept_target_only(candidates, target_probs, draft_lens, generator):
     return accept_chain(candidates, target_tokens, draft_lens)
 
 
-def accept_too_often(candidates, target_probs, draft_lens, generator):
+def draw_with_noise(candidates, target_probs, draft_lens, positions):
+    """What is tested with drafts of the same noise."""
+    batch, width, _ = target_probs.shape
+    places = (positions[:, None] + torch.arange(width)).flatten()
+    tokens = draw(target_probs.flatten(0, 1), SEEDS.repeat_interleave(width), places)
+    return accept_chain(candidates, tokens.view(batch, width), draft_lens)
+
+
+def accept_with_shared_noise(candidates, target_probs, draft_lens, generator, positions):
+    return draw_with_noise(candidates, target_probs, draft_lens, positions)
+
+
+def accept_with_stuck_noise(candidates, target_probs, draft_lens, generator, positions):
+    """Broken: every step begins with the same noise."""
+    return draw_with_noise(candidates, target_probs, draft_lens, torch.zeros_like(positions))
+
+
+def accept_too_often(candidates, target_probs, draft_lens, generator, positions):
     """Broken: accepts with probability min(1, 1.5 p)."""
     batch, width = candidates.shape
     drafts = candidates[:, 1:]
@@ -97,14 +127,14 @@ def accept_too_often(candidates, target_probs, draft_lens, generator):
     return accept_chain(candidates, tokens, draft_lens)
 
 
-def accept_with_fresh_bonus(candidates, target_probs, draft_lens, generator):
+def accept_with_fresh_bonus(candidates, target_probs, draft_lens, generator, positions):
     """Broken: after a rejection the bonus is drawn anew from p, so the rejected token has a second chance."""
-    result = accept_target_only(candidates, target_probs, draft_lens, generator)
+    result = accept_target_only(candidates, target_probs, draft_lens, generator, positions)
     bonus_probs = target_probs[torch.arange(len(candidates)), result.accept_lens.long()]
     return result._replace(bonus_tokens=sample_rows(bonus_probs, uniforms(generator, len(candidates))))
 
 
-def accept_by_rejection(candidates, target_probs, draft_lens, generator):
+def accept_by_rejection(candidates, target_probs, draft_lens, generator, positions):
     """Rejection sampling of sampled drafts: accept with min(1, p / q), else draw from (p - q)+. Not in the
     package yet: here it shows the trap of selecting on the drawn token."""
     batch, width = candidates.shape
@@ -150,11 +180,11 @@ def decode(draft, select, accept, seed):
     first_draft_lens = None
     while (emitted < HORIZON).any():
         root = output.gather(1, emitted.clamp(max=HORIZON)[:, None])
-        drafts, draft_probs = draft(root[:, 0], generator)
+        drafts, draft_probs = draft(root[:, 0], generator, emitted)
         candidates = torch.cat([root, drafts], dim=1)
         draft_lens = select(candidates, draft_probs)
         first_draft_lens = draft_lens if first_draft_lens is None else first_draft_lens
-        accept_lens, bonus_tokens = accept(candidates, TARGET[candidates], draft_lens, generator)
+        accept_lens, bonus_tokens = accept(candidates, TARGET[candidates], draft_lens, generator, emitted)
         emits = torch.cat([drafts, drafts[:, :1]], dim=1)
         emits.scatter_(1, accept_lens.long()[:, None], bonus_tokens[:, None])
         columns = torch.arange(MAX_DRAFT + 1)
@@ -196,6 +226,16 @@ def test_target_only_acceptance_of_argmax_drafts_is_exact(select):
 def test_target_only_acceptance_is_exact_for_sampled_drafts_too(select):
     """The target's draws never see the drafts, so even selecting on the drawn token is safe."""
     assert p_value(draft_sampled, select, accept_target_only) > HOLDS
+
+
+@pytest.mark.parametrize("select", [select_on_drawn_probs, select_on_largest_probs, select_uniformly])
+def test_drafts_of_the_targets_noise_are_exact(select):
+    """Draft and target draw with the same numbers, and selection looks at what they made of the draft's."""
+    assert p_value(draft_with_shared_noise, select, accept_with_shared_noise) > HOLDS
+
+
+def test_stuck_noise_is_noticed():
+    assert p_value(draft_with_shared_noise, select_on_drawn_probs, accept_with_stuck_noise) < REJECTED
 
 
 @pytest.mark.parametrize("broken", [accept_too_often, accept_with_fresh_bonus])

@@ -210,6 +210,16 @@ def test_other_algorithms_are_left_alone(plugins, make_args):
     args.resolve_once()
 
 
+def test_a_sampler_of_other_hardware_is_refused(make_args):
+    assert_refused(
+        make_args(sampling_backend="ascend"),
+        "--sampling-backend ascend",
+        "flashinfer or pytorch",
+        "leave it out",
+    )
+    validate_server_args(make_args(sampling_backend="pytorch"))
+
+
 @pytest.mark.parametrize("device", ["xpu", "npu", "hpu"])
 def test_devices_that_cannot_verify_ragged_batches_are_refused(make_args, device):
     assert_refused(make_args(device=device), f"--device {device}", "STANDALONE", "--device cpu")

@@ -16,6 +16,7 @@ SMALL = {
     "precedent": {"BATCHES": [4]},
     "planning": {"BATCHES": [4]},
     "recording": {"BATCHES": [4]},
+    "noise": {"ROWS": [4], "VOCABULARIES": [50]},
 }
 
 

@@ -47,16 +47,18 @@ def test_warming_up_runs_every_operation_for_every_power_of_two():
         batches.append((*probs.shape, capacity_tokens))
         return operations.select(probs, capacity_tokens)
 
-    warm_up(operations._replace(select=select), 20, [3, 5], 6, torch.zeros(21, 16, dtype=torch.int32))
+    drawn = []
+    watched = operations._replace(select=select, draw=lambda *rows: drawn.append(rows))
+    warm_up(watched, 20, [3, 5], 6, torch.zeros(21, 16, dtype=torch.int32))
+    assert drawn
     assert batches == [(size, depth, size) for size in (1, 2, 4, 8, 16, 20) for depth in (3, 5)]
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_most_likely_tokens_and_their_probabilities_at_the_requests_temperature(count):
+def test_most_likely_tokens_and_their_probabilities(count):
     logits = torch.randn(7, 100, generator=torch.Generator().manual_seed(0)) * 4
-    temperatures = torch.tensor([[1.0], [0.3], [2.0], [1.0], [0.7], [5.0], [1.0]])
-    tokens, probs = most_likely(logits, temperatures, count)
-    expected = torch.softmax(logits / temperatures, dim=-1).topk(count, dim=-1)
+    tokens, probs = most_likely(logits, count)
+    expected = torch.softmax(logits, dim=-1).topk(count, dim=-1)
     assert tokens.tolist() == expected.indices.tolist()
     torch.testing.assert_close(probs, expected.values)
 

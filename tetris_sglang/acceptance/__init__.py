@@ -1,7 +1,17 @@
 """Which verified draft tokens are kept: those that are the target's own tokens, greedy or sampled."""
 
 from tetris_sglang.acceptance.chain import AcceptResult, accept_chain
+from tetris_sglang.acceptance.noise import RequestNoise, draw, perturb
 from tetris_sglang.acceptance.sampling import sample_rows
 from tetris_sglang.acceptance.tree import TreeAcceptResult, accept_tree
 
-__all__ = ["AcceptResult", "TreeAcceptResult", "accept_chain", "accept_tree", "sample_rows"]
+__all__ = [
+    "AcceptResult",
+    "RequestNoise",
+    "TreeAcceptResult",
+    "accept_chain",
+    "accept_tree",
+    "draw",
+    "perturb",
+    "sample_rows",
+]

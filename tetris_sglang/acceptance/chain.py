@@ -22,16 +22,14 @@ def accept_chain(candidates: Tensor, target_tokens: Tensor, draft_lens: Tensor) 
     Greedy decoding: let target_tokens be the argmax of each verified row. The output is then token for token
     what the target alone would produce.
 
-    Sampling: let target_tokens[r, j] be drawn from the target's distribution p_j in row j, independently of
-    the drafts (`sample_rows`, or SGLang's own sampler with its per-request seeds). This is target-only
-    acceptance, the rule "accept draft x with probability p_j(x), else draw from p_j without x, renormalised",
-    in another coupling:
-        P(accept x) = P(y = x) = p_j(x), and given y != x, y ~ p_j(y) / (1 - p_j(x)).
-    The output distribution is exactly the target's, for any draft and any selection. What a step emits is
-    y_0, ..., y_accept: an accepted draft x_j+1 equals y_j, and the bonus is y at the first mismatch or after
-    the last selected draft. Row j is used only when the tokens before it equal its context, so y_j is a fresh
-    draw from p(. | what was emitted); drafts and selection decide only how many draws the step may use. The
-    one condition: they must not see this step's draws.
+    Sampling: let target_tokens[r, j] be drawn with the noise of row j's place in the text: y_n = g(p(. | text before n), E_n), where E_n
+    are random numbers of request and place alone and g(p, E) has distribution p (`noise.draw`). Then the token emitted at n is y_n,
+    whoever proposed it: an accepted draft equals it, and the bonus is it. By induction the text is the one that decoding token
+    by token with these E would give, whatever was drafted and selected, and whether or not that looked at E. It has the
+    target's distribution: the text before n is a function of earlier E, so E_n is independent of it.
+
+    (Draws made anew in every step, as `sample_rows` does, are exact as well, for drafts and selection that do not see them: what
+    is not accepted is drawn again, but only rows that were not reached are.)
 
     Args:
         candidates: [batch, width] int64.

@@ -20,11 +20,9 @@ def accept_tree(
 ) -> TreeAcceptResult:
     """Follow the target's own tokens from the root as far as verified nodes go.
 
-    The exactness argument is that of `accept_chain`: with target_tokens[r, c] drawn from the target's distribution after
-    column c, independently of the drafts, what is emitted is the target's draw at the root, at its child with that token,
-    and so on: y_root, y_child, ...; each is a fresh draw from p(. | what was emitted). Among siblings at most one is the
-    draw, so trying several changes how far a step gets and nothing else. In the usual terms: child x is accepted with
-    probability p(x), and given that no tried child is, the bonus token follows p without the tried ones, renormalised.
+    The exactness argument is that of `accept_chain`: target_tokens[r, c] is drawn after column c with the noise of its depth's
+    place in the text, so what is emitted is the target's draw at the root, at its child with that token, and so on. Among
+    siblings at most one is the draw, so trying several changes how far a step gets and nothing else.
 
     Args:
         candidates: [batch, width] int64, tokens of the grid (drafting.proposal); siblings differ.

@@ -167,7 +167,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "speculative_use_rejection_sampling",
         "--speculative-use-rejection-sampling",
-        "TETRIS's drafts are deterministic and verified exactly without it",
+        "TETRIS's drafts share the target's random numbers and are verified exactly without it",
     ),
     Unsupported(
         "speculative_accept_threshold_single",
@@ -210,6 +210,9 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 )
 
 
+_SAMPLING_BACKENDS = ("flashinfer", "pytorch")
+
+
 def validate_server_args(args) -> None:
     """Stop start-up on whatever TETRIS cannot serve, before any weights are loaded.
 
@@ -232,6 +235,11 @@ def validate_server_args(args) -> None:
         raise ValueError(
             "SGLANG_ENABLE_METADATA_GLUE_GRAPH=1 does not work with --speculative-algorithm TETRIS: it would replay the verify "
             "pass's plan of one step in all that follow. Unset that variable."
+        )
+    if args.sampling_backend not in (None, *_SAMPLING_BACKENDS):
+        raise ValueError(
+            f"--sampling-backend {args.sampling_backend}: TETRIS draws with SGLang's own sampler on "
+            f"{' or '.join(_SAMPLING_BACKENDS)}. Choose one of them, or leave it out."
         )
     num_steps = _resolve_num_steps(args)
     config = TetrisConfig.from_environment(num_steps)

@@ -32,6 +32,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
+from tetris_sglang.acceptance import RequestNoise, perturb
 from tetris_sglang.drafting import (
     CalibrateRequests,
     ChainGrower,
@@ -46,6 +47,7 @@ from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.catch_up import MissedTokens
 from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.runtime.kv_moves import move_kv
+from tetris_sglang.runtime.noise import request_noise
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.windows import (
@@ -86,6 +88,8 @@ class ModelDraft:
     shift = 0
     calibrate: CalibrateRequests = staticmethod(trust_all)
     """What the draft's probabilities are worth."""
+    perturb: Callable[..., Tensor] = staticmethod(perturb)
+    """As acceptance.noise.perturb, for the device."""
     target_state_size: int | None = None
     """Values of the target's state that the draft reads with a token; None: none."""
     texts: RequestTexts | None = None
@@ -287,10 +291,10 @@ class ModelDraft:
         window = read_window(batch.spec_info)
         if self._missed.num_tokens:
             self._catch_up(batch)
-        temperatures = batch.sampling_info.temperatures
+        noise = request_noise(batch.sampling_info)
         if self.captured is not None and self.captured.can_run(len(batch.reqs)):
             return self.captured.replay(
-                window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, temperatures, depth
+                window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth
             )
         if self.has_full_windows:
             window = window._replace(counts=None)
@@ -303,7 +307,7 @@ class ModelDraft:
         first = self._plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
         rest = self._plan_branches(batch, places, ends, ends_cpu) if depth > 1 else None
         precedent = self.find_precedent(batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, depth)
-        return self.run(first, rest, window, places, temperatures, precedent, depth, self.forward_model)
+        return self.run(first, rest, window, places, noise, precedent, depth, self.forward_model)
 
     def locate(self, window: Window, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
         """Where the passes of a step write; see `Places`. Shapes depend on the arguments' shapes alone."""
@@ -338,7 +342,7 @@ class ModelDraft:
         rest: ForwardBatch | None,
         window: Window,
         places: Places,
-        temperatures: Tensor,
+        noise: RequestNoise | None,
         precedent: Precedent | None,
         depth: int,
         forward: Callable,
@@ -347,6 +351,7 @@ class ModelDraft:
 
         Args:
             first: for the window's pass; rest: for the others.
+            noise: [batch], of the target's draws; None: all requests are greedy.
             forward: (forward_batch, attention backend) -> LogitsProcessorOutput of one row per request (and branch).
         """
         branches = self.topk
@@ -354,14 +359,17 @@ class ModelDraft:
         first.positions = places.window_positions.reshape(-1)
         first.out_cache_loc = places.window_slots.reshape(-1)
         output = forward(first, self.draft_runner.attn_backend)
-        tokens, probs = self._most_likely(output.next_token_logits, temperatures)
+        # Drawn with after the token before.
+        positions = places.branch_positions + (self.shift - 1)
+        tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
         grower = (ChainGrower if branches == 1 else TreeGrower)(
             tokens, probs, self.calibrate(first.req_pool_indices), precedent
         )
         states = output.hidden_states
         if states is not None:
             states = states[:, None].expand(-1, branches, -1)
-        temperatures = temperatures.repeat_interleave(branches, dim=0)
+        noise = None if noise is None else noise.repeat(branches)
+        positions = positions.repeat_interleave(branches)
         step_slots = places.branch_slots.permute(2, 0, 1).contiguous()
         backends: Sequence = self.draft_attn_backend.attn_backends if depth > 1 else ()
         for step, backend in zip(range(depth - 1), backends, strict=False):
@@ -375,7 +383,8 @@ class ModelDraft:
             if states is not None:
                 rest.spec_info.hidden_states = states.flatten(0, 1)
             output = forward(rest, backend)
-            tokens, probs = self._most_likely(output.next_token_logits, temperatures)
+            positions = positions + 1
+            tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
             grower.grow(tokens.unflatten(0, (-1, branches)), probs.unflatten(0, (-1, branches)))
             if states is not None:
                 states = output.hidden_states.unflatten(0, (-1, branches))
@@ -390,9 +399,17 @@ class ModelDraft:
         source = branch_slots.gather(1, parent_rows[:, :, None].expand_as(branch_slots))
         move_kv(self.draft_runner.token_to_kv_pool, branch_slots.flatten(1), source.flatten(1))
 
-    def _most_likely(self, logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-        """The `topk` most likely tokens of each row, in the target's vocabulary, and their probabilities."""
-        tokens, probs = most_likely(logits, temperatures, self.topk)
+    def _most_likely(
+        self, logits: Tensor, noise: RequestNoise | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The `topk` tokens of each row that the target most likely draws, in its vocabulary; see `most_likely`.
+
+        Args:
+            noise, positions: [rows], of the target's draws.
+        """
+        if noise is not None:
+            logits = self.perturb(logits, noise, positions, self.hot_token_id)
+        tokens, probs = most_likely(logits, self.topk)
         return tokens if self.hot_token_id is None else self.hot_token_id[tokens], probs
 
     def forward_model(self, forward_batch: ForwardBatch, backend):
@@ -574,20 +591,19 @@ def _set_lengths(forward_batch: ForwardBatch, ends: Tensor, ends_cpu: Tensor | N
         forward_batch.seq_lens_sum = int(ends_cpu.sum())
 
 
-def most_likely(logits: Tensor, temperatures: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens of each row and their probabilities at the request's temperature.
+def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The tokens of the largest logits of each row, and by how much: their softmax.
 
-    The target accepts a token with its own probability at that temperature, so the draft's is read there too
-    (SGLang sets a greedy request's temperature to 1).
+    Of a greedy request's logits that is the draft's probability. Where noise is added, it says how far ahead of the others
+    a token is in the race that the target runs, too (acceptance/noise.py).
 
     Args:
-        logits: [rows, vocab]. temperatures: [rows, 1] float32.
+        logits: [rows, vocab].
     Returns:
         tokens [rows, count] int64, probs [rows, count] float32.
     """
     if count == 1:
         top, tokens = logits.max(dim=-1, keepdim=True)
-        return tokens, ((logits - top).float() / temperatures).exp_().sum(dim=-1, keepdim=True).reciprocal_()
+        return tokens, (logits - top).float().exp_().sum(dim=-1, keepdim=True).reciprocal_()
     top, tokens = logits.topk(count, dim=-1)
-    top = top.float() / temperatures
-    return tokens, (top - (logits.float() / temperatures).logsumexp(dim=-1, keepdim=True)).exp_()
+    return tokens, (top.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp_()

@@ -143,7 +143,12 @@ SYMBOLS: tuple[Symbol, ...] = (
         _SRT + "entrypoints.engine.Engine", ("server_args_class",), "speculative_tetris_* arguments of Engine"
     ),
     Symbol(_SRT + "runtime_context.get_device", (), "resolved configuration"),
-    Symbol(_SRT + "runtime_context.get_parallel", (), "the tensor-parallel ranks"),
+    Symbol(_SRT + "runtime_context.get_parallel", (), "the tensor-parallel ranks, and which replica this is"),
+    Symbol(
+        _SRT + "managers.tp_worker.TpModelWorker",
+        ("random_seed",),
+        "the resolved seed, the same on all ranks",
+    ),
     Symbol(_SRT + "runtime_context.get_schedule", (), "resolved configuration"),
     Symbol(_SRT + "runtime_context.get_spec", (), "resolved configuration"),
     Symbol(_SRT + "runtime_context.get_observability", (), "resolved configuration"),
@@ -477,6 +482,16 @@ SYMBOLS: tuple[Symbol, ...] = (
         "draws the target's tokens",
     ),
     Symbol(
+        _SRT + "layers.sampler.Sampler._sample_from_probs",
+        ("probs", "sampling_info", "positions", "simple_sampling_case"),
+        "overridden: draws with the noise that drafts share",
+    ),
+    Symbol(
+        _SRT + "layers.sampler._SamplingMaskCapture",
+        ("weights", "token_ids"),
+        "what the filters leave of the target's probabilities",
+    ),
+    Symbol(
         _SRT + "layers.logits_processor.LogitsProcessorOutput",
         ("next_token_logits", "hidden_states"),
         "the target's logits and states",
@@ -492,9 +507,11 @@ SYMBOLS: tuple[Symbol, ...] = (
             "acc_additive_penalties",
             "acc_scaling_penalties",
             "grammars",
+            "is_all_greedy",
             "logit_bias",
             "min_ps",
             "penalizer_orchestrator",
+            "sampling_mask_batch_indices",
             "sampling_seed",
             "temperatures",
             "top_ks",

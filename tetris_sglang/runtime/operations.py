@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tetris_sglang.acceptance import draw, perturb
 from tetris_sglang.drafting import Grid, Proposal
 from tetris_sglang.kernels.reference import (
     AcceptedTokens,
@@ -32,6 +33,10 @@ class Operations(NamedTuple):
     """As kernels.pack.pack_rows."""
     accept: Callable[..., AcceptedTokens]
     """As kernels.accept.accept_rows."""
+    perturb: Callable[..., Tensor]
+    """As acceptance.noise.perturb."""
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """As acceptance.noise.draw."""
 
     def select_drafts(
         self, proposal: Proposal, capacity_tokens: int, adjustment: Adjustment | None = None
@@ -114,6 +119,8 @@ def warm_up(
         # Greedy tokens and sampled ones.
         for dtype in (torch.int64, torch.int32):
             operations.accept(packed.input_ids.to(dtype), packed.qo_indptr, candidates, seq_lens)
+    # Drafts compile what they need while their graphs are captured.
+    operations.draw(torch.ones((1, 2), device=device), rows[:1], rows[:1])
 
 
 def get_operations(device: str, selection: str) -> Operations:
@@ -129,13 +136,19 @@ def get_operations(device: str, selection: str) -> Operations:
         return select_nodes(survival_from_probs(draft_probs), capacity_tokens)
 
     if device != "cuda":
-        return Operations(select, select_nodes, pack_rows_reference, accept_rows_reference)
+        return Operations(select, select_nodes, pack_rows_reference, accept_rows_reference, perturb, draw)
+    from tetris_sglang.kernels import noise
     from tetris_sglang.kernels.accept import accept_rows
     from tetris_sglang.kernels.pack import pack_rows
     from tetris_sglang.kernels.select import select_drafts
 
     return Operations(
-        select_drafts if selection == "tetris" else select, select_nodes, pack_rows, accept_rows
+        select_drafts if selection == "tetris" else select,
+        select_nodes,
+        pack_rows,
+        accept_rows,
+        noise.perturb,
+        noise.draw,
     )
 
 

@@ -247,7 +247,7 @@ def _made_up_batch(runner, batch_size: int, context_tokens: int) -> ScheduleBatc
         seq_lens_sum=int(lens.sum()),
         spec_algorithm=runner.spec_algorithm,
         sampling_info=SimpleNamespace(
-            temperatures=torch.ones((batch_size, 1), device=device),
+            sampling_seed=None,
             grammars=None,
             has_watermark_candidates=False,
         ),

@@ -37,6 +37,7 @@ from tetris_sglang.runtime.kv_moves import check_kv_pool
 from tetris_sglang.runtime.learning import AcceptanceLearner
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.ngram import NgramDraft
+from tetris_sglang.runtime.noise import RequestSeeds, install_sampler
 from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.pass_timing import load_or_time_passes
 from tetris_sglang.runtime.phases import PhaseTimer
@@ -125,10 +126,16 @@ class TetrisWorker(BaseSpecWorker):
                 check_kv_pool(self._draft_worker.draft_runner.token_to_kv_pool)
         pool = self._target_worker.model_runner.req_to_token_pool
         self._texts = RequestTexts(pool, self.speculative_num_draft_tokens)
+        # The worker's, which is resolved and the same on all ranks; the arguments have what was given.
+        self._seeds = RequestSeeds(
+            len(pool.req_to_token), self._target_worker.random_seed, get_parallel().dp_rank, self.device
+        )
+        install_sampler(self._target_worker.model_runner, self._operations.draw)
         if self._draft_worker is None or self.config.calibration:
             self._draft.texts = self._texts
         if self._draft_worker is not None:
             self._draft.alloc_missed(pool, self._ranks)
+            self._draft.perturb = self._operations.perturb
         if self.config.calibration:
             self.learner = AcceptanceLearner(
                 Calibration(
@@ -180,6 +187,8 @@ class TetrisWorker(BaseSpecWorker):
 
     def _prefill(self, batch, on_publish) -> GenerationBatchResult:
         self._request_weights.add_prefilled(batch.reqs)
+        self._seeds.add_prefilled(batch.reqs, batch.req_pool_indices)
+        self._seeds.give(batch)
         if self.recorder is not None:
             self.recorder.add_prefilled(batch.reqs, batch.req_pool_indices)
         if self.learner is not None:
@@ -209,6 +218,7 @@ class TetrisWorker(BaseSpecWorker):
         req_to_token = batch.req_to_token_pool.req_to_token
         draft_input = batch.spec_info
         roots = draft_input.bonus_tokens
+        self._seeds.give(batch)
 
         adjustment = self._request_weights.adjust(batch.reqs)
         depth, capacity_tokens = self.planner.plan(

@@ -25,7 +25,7 @@ _LARGEST_GAIN = 1.5
 class AcceptanceHistory:
     """The offset of every request slot.
 
-    Only earlier steps enter, so a step's selection still depends on nothing that its verification will say.
+    Only earlier steps enter.
 
     Args:
         num_slots: request slots.

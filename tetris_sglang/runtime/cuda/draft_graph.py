@@ -19,6 +19,7 @@ from sglang.srt.speculative.eagle_utils import get_draft_input_from_target_hidde
 from sglang.srt.utils import get_available_gpu_memory
 from torch import Tensor
 
+from tetris_sglang.acceptance import RequestNoise
 from tetris_sglang.drafting import Proposal, TreeShape
 from tetris_sglang.runtime.windows import Window, make_window_input
 
@@ -67,6 +68,9 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             self._counts = torch.zeros(self.max_bs, dtype=torch.int64)
             # The draft's KV lengths while it drafts: the window counts.
             self._draft_lens = torch.zeros(self.max_bs, dtype=torch.int64)
+            # Scales of 0: greedily.
+            self._seeds = torch.zeros(self.max_bs, dtype=torch.int64)
+            self._scales = torch.zeros(self.max_bs, dtype=torch.float32)
             self._hidden_states = None
             if draft.reads_hidden_states:
                 size = get_draft_input_from_target_hidden_dim(self.model_runner)
@@ -89,15 +93,14 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         def run_once() -> tuple[Tensor, ...]:
             window = self._window(size)
             rows, seq_lens = buffers.req_pool_indices[:size], buffers.seq_lens[:size]
+            noise = RequestNoise(self._seeds[:size], self._scales[:size])
             places = self._draft.locate(window, seq_lens, rows, depth)
             precedent = self._draft.find_precedent(rows, seq_lens, None, depth)
             # Each pass replaces the states that the others read.
             first.spec_info.hidden_states = (
                 None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
             )
-            proposal = self._draft.run(
-                first, rest, window, places, self.temperatures[:size], precedent, depth, self._forward
-            )
+            proposal = self._draft.run(first, rest, window, places, noise, precedent, depth, self._forward)
             columns = proposal.tokens, proposal.scores, proposal.probs, proposal.evidence
             return (*(column for column in columns if column is not None), *(proposal.shape or ()))
 
@@ -171,7 +174,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         seq_lens: Tensor,
         seq_lens_cpu: Tensor | None,
         req_pool_indices: Tensor,
-        temperatures: Tensor,
+        noise: RequestNoise | None,
         depth: int,
     ) -> Proposal:
         """Draft with the graph of the next captured batch size.
@@ -179,7 +182,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         Args:
             seq_lens: [batch], tokens with target KV, and the same on the host if it has it (some attention backends do
                 without).
-            req_pool_indices: [batch]. temperatures: [batch, 1].
+            req_pool_indices: [batch]. noise: [batch]; None: all requests are greedy.
             depth: the whole one for trees; chains are cut to it.
         Returns:
             Copies: SGLang's graphs share one memory pool, so the target's replay overwrites this one's output.
@@ -196,7 +199,11 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         self.buffers.seq_lens[:batch_size] = seq_lens
         self._draft_lens[:batch_size] = seq_lens + extra
         self.buffers.req_pool_indices[:batch_size] = req_pool_indices
-        self.temperatures[:batch_size] = temperatures
+        if noise is None:
+            self._scales.zero_()
+        else:
+            self._seeds[:batch_size] = noise.seeds
+            self._scales[:batch_size] = noise.scales
         first, rest = self._batches[size]
         if seq_lens_cpu is not None:
             self._draft_lens_cpu[:batch_size] = seq_lens_cpu + extra
@@ -222,6 +229,6 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         self._draft_lens[start:size] = self._width + 1 - self._draft.shift
         self._draft_lens_cpu[start:size] = self._width + 1 - self._draft.shift
         self.buffers.req_pool_indices[start:size] = 0
-        self.temperatures[start:size] = 1
+        self._scales[start:size] = 0
         if self._hidden_states is not None:
             self._hidden_states[start:size] = 0

@@ -98,7 +98,6 @@ SYMBOLS: tuple[Symbol, ...] = (
             "max_bs",
             "model_runner",
             "speculative_num_steps",
-            "temperatures",
         ),
         "buffers, capture loop and replay of the draft's graphs",
     ),

@@ -1,0 +1,101 @@
+"""What shared noise costs: drawing with it against torch.multinomial, and perturbing a draft's logits.
+
+    python benchmarks/bench_noise.py
+
+Timed as timing.py says. A step with a sampled request draws once, over all verified rows, and perturbs once per drafted
+level, over one row per request (and branch).
+"""
+
+from collections.abc import Callable
+from itertools import product
+
+import torch
+import typer
+from rich.progress import track
+from rich.table import Table
+from timing import (
+    RESULTS,
+    SPREAD,
+    Device,
+    Out,
+    RoundMs,
+    Rounds,
+    StepMs,
+    describe_run,
+    draw_ratio,
+    make_table,
+    open_console,
+    summarise_all,
+    summarise_ratio,
+    time_in_turn,
+    write_results,
+)
+
+from tetris_sglang.acceptance import RequestNoise
+from tetris_sglang.runtime.operations import get_operations
+
+ROWS = [1, 16, 64]
+VOCABULARIES = [2048, 32_000, 151_936]
+
+
+def main(
+    out: Out = RESULTS / "noise.json",
+    step_ms: StepMs = None,
+    rounds: Rounds = 7,
+    round_ms: RoundMs = 2.0,
+    device: Device = "cpu",
+    seed: int = 0,
+) -> None:
+    """Time draws of 1..64 rows from three vocabularies."""
+    console = open_console()
+    results = [
+        measure(rows, vocab, rounds, round_ms, device, seed)
+        for rows, vocab in track(
+            list(product(ROWS, VOCABULARIES)), description="shared noise", console=console
+        )
+    ]
+    console.print(draw_table(results))
+    provenance = describe_run(device, seed=seed, rounds=rounds)
+    write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
+
+
+def measure(rows: int, vocab: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (4 * torch.randn(rows, vocab, generator=generator)).to(device)
+    weights = logits.softmax(dim=1)
+    seeds = torch.randint(2**63 - 1, (rows,), generator=generator).to(device)
+    positions = torch.randint(4096, (rows,), generator=generator).to(device)
+    noise = RequestNoise(seeds, torch.ones(rows, device=device))
+    operations = get_operations(device, "tetris")
+    parts: dict[str, Callable[[], object]] = {
+        "draw": lambda: operations.draw(weights, seeds, positions),
+        "multinomial": lambda: torch.multinomial(weights, 1),
+        "perturb": lambda: operations.perturb(logits, noise, positions),
+        "softmax": lambda: logits.softmax(dim=1),
+    }
+    elapsed_us = time_in_turn(parts, rounds, round_ms, device)
+    return {
+        "rows": rows,
+        "vocab": vocab,
+        **summarise_all(elapsed_us),
+        "draw_against_multinomial": summarise_ratio(elapsed_us["draw"], elapsed_us["multinomial"]),
+        "perturb_against_softmax": summarise_ratio(elapsed_us["perturb"], elapsed_us["softmax"]),
+    }
+
+
+def draw_table(results: list[dict]) -> Table:
+    table = make_table(
+        "rows", "vocabulary", "draw / multinomial", "perturb / softmax", title=f"Shared noise, {SPREAD}"
+    )
+    for result in results:
+        table.add_row(
+            str(result["rows"]),
+            str(result["vocab"]),
+            draw_ratio(result["draw_against_multinomial"]),
+            draw_ratio(result["perturb_against_softmax"]),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)
