@@ -329,6 +329,7 @@ def simulation() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "capacity-long": capacity("capacity_long.json"),
     "capacity-drafts": capacity("capacity_drafts.json"),
+    "capacity-sampled": capacity("capacity_sampled.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),
     "capacity-32": capacity("capacity_32.json"),

@@ -110,6 +110,11 @@ def check_kernels(report: Report) -> None:
         if (result["operation"], result["batch"], result["max_draft"]) == ("select", 256, 8):
             us = result["triton"]["graph"]["median"]
             report.expect("selection below 20 us at batch 256 x 8", us < 20, f"{us:.1f} us")
+    log("bench_noise.py")
+    out = report.path.parent / "noise.json"
+    command = [sys.executable, "benchmarks/bench_noise.py", "--device", "cuda", "--out", str(out)]
+    if report.expect("bench_noise.py", run_child(command, cwd=REPOSITORY).returncode == 0):
+        report.record("bench_noise", json.loads(out.read_text()))
 
 
 # -- c: attention --------------------------------------------------------------------------------------------

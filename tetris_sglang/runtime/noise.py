@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.layers.sampler import Sampler
@@ -14,15 +12,15 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from tetris_sglang.acceptance import RequestNoise
-from tetris_sglang.runtime.host_copy import send
+from tetris_sglang.runtime.request_values import RequestValues
 
 _FILTERS = ("top_ks", "top_ps", "min_ps")
 _ROWS_AT_ONCE = 256
 """Rows that are filtered together: with 150 thousand tokens a tensor of them takes 150 MB, and filters make some three."""
 
 
-class RequestSeeds:
-    """One seed for every request, which it keeps when it is taken up again after a retraction.
+class RequestSeeds(RequestValues):
+    """Every running request's seed.
 
     Args:
         num_slots: of requests.
@@ -38,14 +36,8 @@ class RequestSeeds:
             raise ValueError(
                 "random_seed=None: the seeds of requests need the server's, as SGLang resolved it"
             )
-        self._random = random.Random(f"{random_seed}/{replica}")
-        self._by_request: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._by_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
-
-    def add_prefilled(self, reqs: Iterable, rows: Tensor) -> None:
-        """Take note of which request (SGLang's `Req`) is in which slot; the same request may come again. Sync: none."""
-        seeds = [self._by_request.setdefault(req, self._random.getrandbits(63)) for req in reqs]
-        self._by_slot[rows] = send(torch.tensor(seeds, dtype=torch.int64), self._by_slot.device)
+        generator = random.Random(f"{random_seed}/{replica}")
+        super().__init__(lambda: generator.getrandbits(63), num_slots, device)
 
     def give(self, batch) -> None:
         """Put the requests' seeds where SGLang's sampler and the draft look for them.
@@ -54,7 +46,7 @@ class RequestSeeds:
             batch: a ScheduleBatch inside SGLang's forward isolation: its sampling_info is a copy.
         """
         if not batch.sampling_info.is_all_greedy:
-            batch.sampling_info.sampling_seed = self._by_slot[batch.req_pool_indices]
+            batch.sampling_info.sampling_seed = self.at(batch.req_pool_indices)
 
 
 def request_noise(sampling_info: SamplingBatchInfo) -> RequestNoise | None:

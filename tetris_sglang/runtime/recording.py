@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import IO, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from tetris_sglang import __version__
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.drafting import Grid, Proposal, least_passes, tree_survival
 from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.runtime.host_copy import HostCopy, send
+from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.learning import judge_nodes
+from tetris_sglang.runtime.request_values import RequestValues
 from tetris_sglang.selection import survival_from_probs
 from tetris_sglang.trace import open_for_writing, row_type
 
@@ -77,10 +78,7 @@ class StepRecorder:
         self._file.flush()
         self._row_type, self._num_continued = row_type(num_nodes), num_continued
         self._num_steps = 0
-        # By request, so that one that is retracted keeps its number in another slot.
-        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._num_requests = 0
-        self._slot_numbers = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._numbers = RequestValues(itertools.count().__next__, num_slots, device)
         self._pending: deque[tuple[int, int, HostCopy]] = deque()
 
     def add_prefilled(self, reqs: Sequence, slots: Tensor) -> None:
@@ -89,11 +87,7 @@ class StepRecorder:
         Args:
             slots: [batch] integers, where each of them runs.
         """
-        for req in reqs:
-            if req not in self._numbers:
-                self._numbers[req] = self._num_requests
-                self._num_requests += 1
-        self._slot_numbers[slots] = send([self._numbers[req] for req in reqs], self._slot_numbers.device)
+        self._numbers.add_prefilled(reqs, slots)
 
     def add(
         self,
@@ -126,7 +120,7 @@ class StepRecorder:
         if self._num_continued:
             passes = least_passes(proposal.evidence, self._num_continued)
         rows = _Rows(
-            self._slot_numbers[slots],
+            self._numbers.at(slots),
             verify_lens - 1,
             raw.half(),
             survival.half(),
