@@ -8,7 +8,7 @@ import torch
 
 from tetris_sglang.drafting import FIRST_COPIED, INITIAL_OFFSETS, Grid, Proposal
 from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.runtime.learning import AcceptanceLearner
+from tetris_sglang.runtime.learning import INITIAL_KINDS, AcceptanceLearner
 from tetris_sglang.runtime.texts import WINDOW, RequestTexts
 from tetris_sglang.selection import AcceptanceHistory, Calibration, EvidenceOffsets
 
@@ -77,7 +77,7 @@ def test_a_copied_token_teaches_its_kind_and_no_score():
     """The draft gave it none: it must not move what scores are worth."""
     depth = 2
     calibration = Calibration(depth, refresh_every=1)
-    learner = AcceptanceLearner(calibration, EvidenceOffsets(INITIAL_OFFSETS), AcceptanceHistory(3))
+    learner = AcceptanceLearner(calibration, EvidenceOffsets(INITIAL_KINDS), AcceptanceHistory(3))
     kinds = torch.tensor([[1, FIRST_COPIED], [0, FIRST_COPIED + 1]])
     probs = torch.full((2, depth), 0.5)
     proposal = Proposal(torch.tensor([[1, 2], [3, 4]]), probs, None, probs, kinds)
@@ -97,3 +97,35 @@ def test_a_copied_token_teaches_its_kind_and_no_score():
     assert offsets[FIRST_COPIED + 1] < INITIAL_OFFSETS[FIRST_COPIED + 1]  # rejected
     counts = {cell.depth: cell.count for cell in calibration.reliability().bins}
     assert set(counts) == {1}  # both tokens of the second level were copied
+
+
+def test_what_texts_say_of_drawn_tokens_is_learnt_apart():
+    """The same evidence, always right for the greedy request, never for the sampled one."""
+    learner = AcceptanceLearner(Calibration(1), EvidenceOffsets(INITIAL_KINDS), AcceptanceHistory(3))
+    rows = torch.tensor([2, 0])
+    learner.add_prefilled(rows, torch.tensor([False, True]))
+    probs, kinds = torch.full((2, 1), 0.5), torch.full((2, 1), FIRST_COPIED + 3)
+    proposal = Proposal(torch.tensor([[1], [3]]), probs, None, probs, kinds)
+    accepted = AcceptedTokens(
+        target_tokens=torch.zeros(2, 2, dtype=torch.int64),
+        accept_lens=torch.tensor([1, 0]),
+        bonus_tokens=torch.zeros(2, dtype=torch.int64),
+        last_tokens=torch.zeros(2, dtype=torch.int64),
+        new_seq_lens=torch.zeros(2, dtype=torch.int64),
+        path=None,
+    )
+    depths, rival = torch.tensor([1]), (kinds, torch.full_like(kinds, 2))
+    before = learner.calibrate(rows).find_rival(depths, *rival).flatten()
+    for _ in range(8):
+        learner.add(
+            proposal, Grid(torch.zeros(2, 2, dtype=torch.int64), 1), accepted, torch.tensor([2, 2]), rows
+        )
+    greedy, sampled = learner.calibrate(rows)(probs, depths, kinds).flatten()
+    assert greedy > 0.8 and sampled < 0.2
+    # So the text's token takes the draft's place more often for the one, and less often for the other.
+    after = learner.calibrate(rows).find_rival(depths, *rival).flatten()
+    assert after[0] > before[0] and after[1] < before[1]
+    # Not by the request's own history alone: two new ones in their slots.
+    learner.add_prefilled(rows, torch.tensor([True, False]))
+    sampled, greedy = learner.calibrate(rows)(probs, depths, kinds).flatten()
+    assert greedy > 0.5 > 0.25 > sampled

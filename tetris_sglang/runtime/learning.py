@@ -10,7 +10,9 @@ from torch import Tensor
 from tetris_sglang.drafting import (
     FIRST_CONTINUED,
     FIRST_COPIED,
+    INITIAL_OFFSETS,
     NOT_CONTINUED,
+    NUM_EVIDENCE,
     Calibrate,
     Grid,
     Proposal,
@@ -24,6 +26,8 @@ from tetris_sglang.selection import (
     tree_outcomes,
 )
 
+INITIAL_KINDS = 2 * INITIAL_OFFSETS
+"""Log-odds of each kind of evidence before anything was seen: greedy requests', then sampled ones'."""
 _MOST_STEPS = 8
 _MOST_REQUESTS = 128
 """Learning costs as much for one request as for many, so small steps wait for each other."""
@@ -64,6 +68,14 @@ class RequestsCalibration(NamedTuple):
     evidence: EvidenceOffsets
     offsets: Tensor
     """float32 [batch], of the requests."""
+    first_kinds: Tensor | None = None
+    """int64 [batch], where the kinds of evidence begin for each request; None: at 0."""
+
+    def kinds(self, evidence: Tensor) -> Tensor:
+        """[batch, ...] int64, what `evidence` is called in `self.evidence`."""
+        if self.first_kinds is None:
+            return evidence
+        return evidence + self.first_kinds.view(-1, *[1] * (evidence.ndim - 1))
 
     def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
         offsets = self.offsets.view(-1, *[1] * (probs.ndim - 1))
@@ -71,11 +83,12 @@ class RequestsCalibration(NamedTuple):
             return self.calibration.apply(probs, depths, offsets)
         # The draft gave copied tokens no score.
         log_odds = self.calibration.log_odds(probs, depths).masked_fill_(evidence >= FIRST_COPIED, 0.0)
-        return log_odds.add_(offsets + self.evidence.offsets(evidence)).sigmoid_().nan_to_num_(nan=0.0)
+        worth = self.evidence.offsets(self.kinds(evidence))
+        return log_odds.add_(offsets + worth).sigmoid_().nan_to_num_(nan=0.0)
 
     def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
         # The request's own offset stands on both sides.
-        gain = self.evidence.offsets(copied) - self.evidence.offsets(contradicted)
+        gain = self.evidence.offsets(self.kinds(copied)) - self.evidence.offsets(self.kinds(contradicted))
         return self.calibration.invert(gain, depths)
 
 
@@ -83,11 +96,12 @@ class AcceptanceLearner:
     """Feeds all that estimates acceptance with every step's outcomes. No sync.
 
     Log-odds of acceptance are the sum of three things: what a score is worth at its depth, what the evidence for the token
-    is worth, and how the request's drafts have fared. Each is learnt from what those before it leave unexplained.
+    is worth, and how the request's drafts have fared. Each is learnt from what those before it leave unexplained. What a text
+    says is worth less where tokens are drawn than where the likeliest one is taken, so sampled requests have kinds of their own.
 
     Args:
         calibration: refreshed with every few steps.
-        evidence: of what the requests' texts say; refreshed with every step.
+        evidence: of what the requests' texts say, with INITIAL_KINDS; refreshed with every step.
         history: of all request slots; refreshed with every step.
     """
 
@@ -97,10 +111,18 @@ class AcceptanceLearner:
         self.calibration, self.evidence, self.history = calibration, evidence, history
         self._steps: list[tuple[Tensor, ...]] = []
         self._num_requests = 0
+        self._first_kinds = torch.zeros(history.num_slots, dtype=torch.int64, device=calibration.device)
+
+    def add_prefilled(self, rows: Tensor, is_sampled: Tensor) -> None:
+        """New requests run in these slots [batch]; which of them are not greedy [batch] bool. Sync: none."""
+        self.history.forget(rows)
+        self._first_kinds[rows] = is_sampled * NUM_EVIDENCE
 
     def calibrate(self, rows: Tensor) -> Calibrate:
         """How to calibrate drafts of the requests in these slots [batch]. CUDA-graph safe."""
-        return RequestsCalibration(self.calibration, self.evidence, self.history.offsets(rows))
+        return RequestsCalibration(
+            self.calibration, self.evidence, self.history.offsets(rows), self._first_kinds[rows]
+        )
 
     def add(
         self, proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify_lens: Tensor, rows: Tensor
@@ -114,12 +136,16 @@ class AcceptanceLearner:
         kinds = proposal.evidence
         if kinds is not None:
             judged = judged._replace(reached=judged.reached & (kinds != NOT_CONTINUED))
-        calibrated = RequestsCalibration(
-            self.calibration, self.evidence, torch.zeros_like(rows, dtype=torch.float32)
-        )(probs, judged.depths, kinds)
+        calibrate = RequestsCalibration(
+            self.calibration,
+            self.evidence,
+            torch.zeros_like(rows, dtype=torch.float32),
+            self._first_kinds[rows],
+        )
+        calibrated = calibrate(probs, judged.depths, kinds)
         self.history.observe(rows, calibrated, judged.reached, judged.accepted)
         if kinds is not None:
-            self.evidence.observe(kinds, calibrated, judged.reached, judged.accepted)
+            self.evidence.observe(calibrate.kinds(kinds), calibrated, judged.reached, judged.accepted)
             judged = judged._replace(reached=judged.reached & (kinds < FIRST_COPIED))
         self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
         self._num_requests += len(probs)

@@ -29,12 +29,12 @@ from tetris_sglang.capacity import (
     capacity_shares,
 )
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import INITIAL_OFFSETS, Grid, TreeShape, make_grid
+from tetris_sglang.drafting import Grid, TreeShape, make_grid
 from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
 from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.kv_moves import check_kv_pool
-from tetris_sglang.runtime.learning import AcceptanceLearner
+from tetris_sglang.runtime.learning import INITIAL_KINDS, AcceptanceLearner
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.ngram import NgramDraft
 from tetris_sglang.runtime.noise import RequestSeeds, install_sampler
@@ -141,7 +141,7 @@ class TetrisWorker(BaseSpecWorker):
                 Calibration(
                     self.speculative_num_steps + self._draft.num_continued, self.device, refresh_every=1
                 ),
-                EvidenceOffsets(INITIAL_OFFSETS, self.device),
+                EvidenceOffsets(INITIAL_KINDS, self.device),
                 AcceptanceHistory(len(pool.req_to_token), self.device),
             )
             self._draft.calibrate = self.learner.calibrate
@@ -192,7 +192,7 @@ class TetrisWorker(BaseSpecWorker):
         if self.recorder is not None:
             self.recorder.add_prefilled(batch.reqs, batch.req_pool_indices)
         if self.learner is not None:
-            self.learner.history.forget(batch.req_pool_indices)
+            self.learner.add_prefilled(batch.req_pool_indices, batch.sampling_info.top_ks != 1)
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
         input_ids = batch.input_ids
         self.planner.after_prefill()

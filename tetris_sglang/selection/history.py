@@ -53,6 +53,7 @@ class AcceptanceHistory:
             )
         if not (0 < step_decay <= 1 and 0 < gain_decay <= 1):
             raise ValueError(f"decays must be in (0, 1], got {step_decay} and {gain_decay}")
+        self.num_slots = num_slots
         self._least_information, self._gain_prior = deviation**-2, gain_prior
         self._step_decay = step_decay
         self._gain_decay = torch.tensor(gain_decay, dtype=torch.float64, device=device)
