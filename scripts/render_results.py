@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -23,11 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tetris_sglang.bench.arms import REFERENCE
-from tetris_sglang.bench.report import Cell, build_cells, judge, read_arm
+from tetris_sglang.bench.report import Cell, Check, build_cells, judge, read_arm
+from tetris_sglang.bench.workloads import Load
 from tetris_sglang.replay import GOAL, RULES
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/paper.md", "docs/replay.md")
+PAGES = ("README.md", "docs/results.md", "docs/paper.md", "docs/replay.md")
 _WITHIN = 0.1
 """Of what was measured: the simulator's goal."""
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -128,6 +129,72 @@ class Comparison:
             for v in judge(self.cells, self.described)
         ]
         return "".join(lines)
+
+
+class Setting(NamedTuple):
+    """A row of the overview."""
+
+    title: str
+    results: tuple[str, ...]
+    """Of loads that several have, the last one's cells count."""
+    draft: str = "standalone"
+
+    def read(self) -> dict[Load, Comparison]:
+        return {load: comparison for comparison in map(Comparison, self.results) for load in comparison.loads}
+
+
+OVERVIEW = (
+    Setting("greedy, 128 tokens", ("capacity_loads.json", "capacity_32.json")),
+    Setting("greedy, 256 tokens", ("capacity_long.json",)),
+    Setting("temperature 1, 96 tokens", ("capacity_sampled.json",)),
+    Setting("every other request at temperature 1, 96 tokens", ("capacity_unlike.json",)),
+    Setting("EAGLE head, greedy, 96 tokens", ("heads_auto.json",), "eagle"),
+    Setting("EAGLE3 head, greedy, 96 tokens", ("heads_auto.json",), "eagle3"),
+    Setting("useless draft, greedy, 64 tokens", ("capacity_drafts.json",), "useless"),
+    Setting("perfect draft, greedy, 64 tokens", ("capacity_drafts.json",), "perfect"),
+)
+
+
+def overview() -> str:
+    """The default beside the best of SGLang's own speculation, by setting and load."""
+    settings = {setting: setting.read() for setting in OVERVIEW}
+    loads = sorted({load for found in settings.values() for load in found}, key=lambda load: load.concurrency)
+
+    def draw(setting: Setting, load: Load) -> str:
+        if (comparison := settings[setting].get(load)) is None:
+            return ""
+        ours = comparison.best(load, family="auto", draft=setting.draft)
+        theirs = max(
+            comparison.best(load, family=family, draft=setting.draft).throughput.median
+            for family in ("standalone", "adaptive")
+            if comparison.find(load, family=family, draft=setting.draft)
+        )
+        return f"{ours.throughput.median:.2f} ({theirs:.2f})"
+
+    header = ["TETRIS (SGLang's best)", *(f"{load.concurrency} in flight" for load in loads)]
+    return table(header, [[setting.title, *(draw(setting, load) for load in loads)] for setting in OVERVIEW])
+
+
+def goals() -> str:
+    """What is expected of the automatic capacity, over the cells of the overview, and where it is missed."""
+    checks: dict[str, list[tuple[str, Check]]] = {}
+    for setting in OVERVIEW:
+        for load, comparison in setting.read().items():
+            for verdict in judge(comparison.find(load), comparison.described):
+                for check in verdict.checks:
+                    arm = comparison.arms.get(check.name.split(" at ")[0])
+                    if arm is not None and (arm.family, arm.draft) == ("auto", setting.draft):
+                        named = f"{setting.title}, {load.concurrency} in flight: {check.detail}"
+                        checks.setdefault(verdict.expectation, []).append((named, check))
+    rows = [
+        [
+            expectation,
+            f"{sum(check.holds for _, check in found)} of {len(found)} cells",
+            "; ".join(named for named, check in found if not check.holds),
+        ]
+        for expectation, found in checks.items()
+    ]
+    return table(["Goal", "reached in", "missed"], rows)
 
 
 def capacity(*names: str) -> Callable[[], str]:
@@ -327,6 +394,8 @@ def simulation() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "overview": overview,
+    "goals": goals,
     "capacity-long": capacity("capacity_long.json"),
     "capacity-drafts": capacity("capacity_drafts.json"),
     "capacity-sampled": capacity("capacity_sampled.json"),

@@ -1,6 +1,8 @@
 """What README and docs say in figures is what the JSONs say."""
 
 import importlib.util
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,30 @@ def test_every_block_is_on_some_page(pages):
     text = "".join((ROOT / name).read_text() for name in pages.PAGES)
     assert {found["name"] for found in pages._BLOCK.finditer(text)} == pages.BLOCKS.keys()
     assert text.count("<!-- results: ") == text.count("<!-- end -->") == len(pages.BLOCKS)
+
+
+def test_overview_holds_the_default_against_the_best_of_the_others(pages):
+    samples = json.loads((pages.RESULTS / "heads_auto.json").read_text())["samples"]
+    at_16 = [s for s in samples if s["concurrency"] == 16]
+    reference = {s["group"]: s["output_tokens_per_s"] for s in at_16 if s["arm"] == "none"}
+    ratios = {
+        s["arm"]: s["output_tokens_per_s"] / reference[s["group"]]
+        for s in at_16
+        if "eagle3" in s["arm"].lower()
+    }
+    ours = ratios.pop("auto eagle3 D=6+6")
+    assert len(ratios) == 3 and "adaptive eagle3" in ratios
+    row = next(line for line in pages.overview().splitlines() if line.startswith("| EAGLE3"))
+    assert f"| {ours:.2f} ({max(ratios.values()):.2f}) |" in row
+
+
+def test_goals_name_every_cell_that_misses_them(pages):
+    lines = pages.goals().splitlines()
+    goal = next(line for line in lines if "at least 1.15 of the best arm without TETRIS" in line)
+    _, _, reached, missed, _ = (part.strip() for part in goal.split("|"))
+    found, of = map(int, re.findall(r"\d+", reached))
+    assert of == 8 and len(missed.split("; ")) == of - found
+    assert all(float(cell.rsplit(": ")[1]) < 1.15 for cell in missed.split("; "))
 
 
 def test_a_changed_figure_is_noticed(pages):

@@ -161,11 +161,44 @@ def _count_identical(samples: Sequence[Sample], arm: str) -> tuple[int, int]:
 # -- what is expected of TETRIS ------------------------------------------------------------------------------
 
 
+class Check(NamedTuple):
+    """Whether one cell is as expected."""
+
+    name: str
+    holds: bool
+    rank: float
+    """The smaller, the worse."""
+    detail: str
+
+
+_MOST_NAMED = 4
+"""Failing cells of a verdict; the tables have them all."""
+
+
 class Verdict(NamedTuple):
     expectation: str
-    holds: bool
-    detail: str
-    """The cells where it fails, or how many it was checked on."""
+    checks: tuple[Check, ...]
+    """Of the cells that it could be checked on; at least one."""
+
+    @property
+    def failed(self) -> list[Check]:
+        """The worst first."""
+        return sorted((check for check in self.checks if not check.holds), key=lambda check: check.rank)
+
+    @property
+    def holds(self) -> bool:
+        return not self.failed
+
+    @property
+    def detail(self) -> str:
+        """The cells where it fails, or how many it was checked on."""
+        failed, num_cells = self.failed, len(self.checks)
+        if not failed:
+            return f"in all {num_cells} cells" if num_cells > 1 else "in the one cell"
+        named = "; ".join(f"{check.name}: {check.detail}" for check in failed[:_MOST_NAMED])
+        if len(failed) > _MOST_NAMED:
+            return f"in {len(failed)} of {num_cells} cells, the worst: {named}"
+        return named
 
 
 def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
@@ -203,7 +236,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
 
     def compare_auto(
         share: float, families: Sequence[str], of: Sequence[Cell], measure: str = "throughput"
-    ) -> list[_Check]:
+    ) -> list[Check]:
         """Of each automatic cell, whether it reaches this share of the best of its rivals and no speculation."""
         compared = []
         for cell in of:
@@ -212,7 +245,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
             if None in ratios:
                 continue
             reached = ratios[0].median / max([1.0, *(ratio.median for ratio in ratios[1:])])
-            compared.append(_Check(_name(cell), round(reached, 2) >= share, reached, f"{reached:.2f}"))
+            compared.append(Check(_name(cell), round(reached, 2) >= share, reached, f"{reached:.2f}"))
         return compared
 
     others = [family for family in ("standalone", "adaptive") if of_family(family)]
@@ -240,7 +273,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         _verdict(
             "verification success rate above STANDALONE's at equal k, where requests share a capacity",
             [
-                _Check(
+                Check(
                     _name(t),
                     t.success_rate > s.success_rate,
                     t.success_rate - s.success_rate,
@@ -259,14 +292,14 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         _verdict(
             "throughput above no speculation with the best fixed capacity",
             [
-                _Check(_name(c), not c.throughput.loses, c.throughput.median, f"{c.throughput.median:.2f}")
+                Check(_name(c), not c.throughput.loses, c.throughput.median, f"{c.throughput.median:.2f}")
                 for c in best
             ],
         ),
         _verdict(
             "greedy outputs equal to those without speculation",
             [
-                _Check(
+                Check(
                     _name(c),
                     c.identical[0] == c.identical[1],
                     c.identical[0] / c.identical[1],
@@ -285,23 +318,9 @@ def read_arm(described: dict[str, Any]) -> Arm:
     return Arm(**described)
 
 
-class _Check(NamedTuple):
-    """One cell's."""
-
-    name: str
-    holds: bool
-    rank: float
-    """The smaller, the worse."""
-    detail: str
-
-
-_MOST_NAMED = 4
-"""Failing cells of a verdict; the tables have them all."""
-
-
-def _compare_throughput(pairs: Iterable[tuple[Cell, Cell]]) -> list[_Check]:
+def _compare_throughput(pairs: Iterable[tuple[Cell, Cell]]) -> list[Check]:
     return [
-        _Check(
+        Check(
             _name(mine),
             mine.throughput.median >= other.throughput.median,
             mine.throughput.median / other.throughput.median,
@@ -315,19 +334,9 @@ def _name(cell: Cell) -> str:
     return f"{cell.arm} at {cell.load}" + (f", temperature {cell.temperature:g}" if cell.temperature else "")
 
 
-def _verdict(expectation: str, checks: Sequence[_Check]) -> Verdict | None:
+def _verdict(expectation: str, checks: Sequence[Check]) -> Verdict | None:
     """None where there is nothing to check."""
-    if not checks:
-        return None
-    failed = sorted((check for check in checks if not check.holds), key=lambda check: check.rank)
-    named = "; ".join(f"{check.name}: {check.detail}" for check in failed[:_MOST_NAMED])
-    if not failed:
-        detail = f"in all {len(checks)} cells" if len(checks) > 1 else "in the one cell"
-    elif len(failed) > _MOST_NAMED:
-        detail = f"in {len(failed)} of {len(checks)} cells, the worst: {named}"
-    else:
-        detail = named
-    return Verdict(expectation, not failed, detail)
+    return Verdict(expectation, tuple(checks)) if checks else None
 
 
 # -- tables --------------------------------------------------------------------------------------------------
