@@ -39,7 +39,7 @@ def accepted_of_model(trace: Trace, before: dict, after: dict) -> float:
     assert (passes == 0).mean() > 0.05, "no step did without the draft: nothing was tested"
     by_model = np.minimum(trace.selected[steps], passes)
     accepted = np.minimum(trace.accepted[steps].sum(axis=1), passes)
-    assert by_model.sum() > 40
+    assert by_model.sum() > 30
     # These are few tokens: a near-tie among them is no sign.
     return 1 - max(by_model.sum() - accepted.sum() - 1, 0) / by_model.sum()
 
@@ -70,7 +70,7 @@ def test_every_draft_is_accepted_after_radix_hits(plain, perfect, success_rate, 
     before = perfect.tetris_state()
     for turn in range(4):
         family = [prompt + output["text"] for prompt, output in zip(family, outputs, strict=True)]
-        outputs = perfect.generate_all(family, concurrency=2, max_new_tokens=9 + turn, ignore_eos=True)
+        outputs = perfect.generate_all(family, concurrency=2, max_new_tokens=17 + turn, ignore_eos=True)
         assert all(o["meta_info"]["cached_tokens"] > 20 for o in outputs)
     assert success_rate(before, perfect.tetris_state()) > ALMOST_ALL
     outputs = perfect.generate_all(family, concurrency=2, max_new_tokens=12, ignore_eos=True)

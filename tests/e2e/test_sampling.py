@@ -110,6 +110,30 @@ def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):
         assert p_value(draw(Client(server.url, log_path), prompt_ids), exact) < 1e-6
 
 
+def test_a_seed_decides_the_text(tetris, mixed_prompts):
+    """Whether and what is drafted shows nowhere: seeded texts are those that the same server writes without speculation."""
+    prompts = mixed_prompts[:16]
+    seeded = [{**(PARAMS if i % 2 else {"temperature": 1}), "sampling_seed": i} for i in range(16)]
+    opted_out = [{**params, "custom_params": {"tetris": {"speculate": False}}} for params in seeded]
+    accepted = tetris.tetris_state()["accepted_tokens"]
+    drafted = tetris.generate_all(prompts, each=seeded, max_new_tokens=48, ignore_eos=True)
+    assert tetris.tetris_state()["accepted_tokens"] > accepted + 10, (
+        "nothing was accepted: nothing was tested"
+    )
+    # In another company, too.
+    alone = tetris.generate_all(prompts, concurrency=3, each=opted_out, max_new_tokens=48, ignore_eos=True)
+    same = sum(a["output_ids"] == b["output_ids"] for a, b in zip(drafted, alone, strict=True))
+    assert same >= 15, "more than a near-tie: passes of unlike shapes round differently"
+    other = [{**params, "sampling_seed": 100} for params in seeded]
+    others = tetris.generate_all(prompts, each=other, max_new_tokens=48, ignore_eos=True)
+    assert all(a["output_ids"] != b["output_ids"] for a, b in zip(drafted, others, strict=True))
+
+
+def test_samples_of_one_seeded_request_differ(overlap, mixed_prompts):
+    samples = overlap.generate(mixed_prompts[0], temperature=1, n=3, sampling_seed=5, max_new_tokens=24)
+    assert len({sample["text"] for sample in samples}) == 3
+
+
 def test_mixed_batches_keep_greedy_requests_greedy(plain, featured, mixed_prompts):
     """Greedy and sampled requests in one batch: the greedy ones give the greedy text."""
     each = [{} if i % 2 else PARAMS for i in range(16)]

@@ -108,6 +108,9 @@ def test_greedy_rows_and_shortened_vocabularies():
 class Req:
     """What stands for SGLang's."""
 
+    def __init__(self, sampling_seed: int | None = None, n: int = 1) -> None:
+        self.sampling_params = SimpleNamespace(sampling_seed=sampling_seed, n=n)
+
 
 def make_batch(rows: list[int], *, is_all_greedy: bool = False) -> SimpleNamespace:
     info = SimpleNamespace(is_all_greedy=is_all_greedy, sampling_seed=None)
@@ -132,6 +135,21 @@ def test_a_request_keeps_its_seed_wherever_it_goes():
     gone = weakref.ref(third)
     del third
     assert gone() is None, "a finished request is held on to"
+
+
+def test_a_request_chooses_its_seed():
+    first, second = (RequestSeeds(5, random_seed, None, "cpu") for random_seed in (7, 8))
+    for seeds in (first, second):
+        reqs = [Req(42), Req(0), Req(-(2**63)), Req(42, n=2), Req(42, n=2)]
+        seeds.add_prefilled(reqs, torch.arange(5))
+        given = seeds_of(seeds, [0, 1, 2, 3, 4])
+        assert given[:3] == [42, 0, -(2**63)] and len(set(given)) == 5
+    # Those that choose none do not depend on who else does.
+    one, other = Req(), Req()
+    first.add_prefilled([one], torch.tensor([0]))
+    second = RequestSeeds(5, 7, None, "cpu")
+    second.add_prefilled([Req(), Req(1), Req(2), Req(n=2), Req(n=2), other], torch.arange(6) % 5)
+    assert seeds_of(first, [0]) == seeds_of(second, [0])
 
 
 def test_seeds_follow_the_servers():

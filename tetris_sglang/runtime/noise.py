@@ -20,7 +20,9 @@ _ROWS_AT_ONCE = 256
 
 
 class RequestSeeds(RequestValues):
-    """Every running request's seed.
+    """Every running request's seed: the one it asks for (`sampling_seed`, OpenAI's `seed`), or one of its own.
+
+    Samples of one request (n > 1) share their parameters, so each has one of its own, whatever the request asks for.
 
     Args:
         num_slots: of requests.
@@ -37,7 +39,13 @@ class RequestSeeds(RequestValues):
                 "random_seed=None: the seeds of requests need the server's, as SGLang resolved it"
             )
         generator = random.Random(f"{random_seed}/{replica}")
-        super().__init__(lambda: generator.getrandbits(63), num_slots, device)
+
+        def make(req) -> int:
+            params = req.sampling_params
+            own = generator.getrandbits(63)
+            return own if params.sampling_seed is None or params.n > 1 else params.sampling_seed
+
+        super().__init__(make, num_slots, device)
 
     def give(self, batch) -> None:
         """Put the requests' seeds where SGLang's sampler and the draft look for them.

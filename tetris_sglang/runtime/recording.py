@@ -78,7 +78,8 @@ class StepRecorder:
         self._file.flush()
         self._row_type, self._num_continued = row_type(num_nodes), num_continued
         self._num_steps = 0
-        self._numbers = RequestValues(itertools.count().__next__, num_slots, device)
+        numbers = itertools.count()
+        self._numbers = RequestValues(lambda req: next(numbers), num_slots, device)
         self._pending: deque[tuple[int, int, HostCopy]] = deque()
 
     def add_prefilled(self, reqs: Sequence, slots: Tensor) -> None:

@@ -18,10 +18,10 @@ class RequestValues:
     A request that is retracted keeps its number in another slot; one that is gone leaves by itself.
 
     Args:
-        make: the next request's number. num_slots: of running requests.
+        make: the number of a request (SGLang's `Req`) that is seen for the first time. num_slots: of running requests.
     """
 
-    def __init__(self, make: Callable[[], int], num_slots: int, device: str | torch.device) -> None:
+    def __init__(self, make: Callable[[Any], int], num_slots: int, device: str | torch.device) -> None:
         self._make = make
         self._by_request: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._by_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -30,7 +30,7 @@ class RequestValues:
         """Take note of SGLang's `Req`s in these slots [batch]; the same request may come again. Sync: none."""
         for req in reqs:
             if req not in self._by_request:
-                self._by_request[req] = self._make()
+                self._by_request[req] = self._make(req)
         values = torch.tensor([self._by_request[req] for req in reqs], dtype=torch.int64)
         self._by_slot[rows] = send(values, self._by_slot.device)
 
