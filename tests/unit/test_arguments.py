@@ -510,6 +510,29 @@ def test_chains_go_on_by_default_where_the_capacity_sets_itself(
     assert resolved.speculative_num_draft_tokens == expected
 
 
+@pytest.mark.parametrize(
+    "given, settings, expected",
+    [
+        ({}, {}, (12, 13)),
+        ({"speculative_num_steps": 6}, {}, (6, 7)),
+        ({"speculative_num_draft_tokens": 7}, {}, (6, 7)),
+        ({"speculative_eagle_topk": 2}, {}, (6, 13)),
+        ({}, {"CAPACITY_PER_REQUEST": "3"}, (6, 7)),
+    ],
+)
+def test_n_grams_draft_as_many_tokens_as_chains_that_go_on(
+    plugins, make_args, monkeypatch, given, settings, expected
+):
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    for name, value in settings.items():
+        monkeypatch.setenv(f"SGLANG_TETRIS_{name}", value)
+    resolved = resolving_view(
+        resolve(make_args(**{"speculative_draft_model_path": None, "speculative_num_steps": None, **given}))
+    )
+    assert (resolved.speculative_num_steps, resolved.speculative_num_draft_tokens) == expected
+
+
 def test_resolution_sizes_a_tree_and_finds_the_targets_own_layers(plugins, make_args, write_config):
     from sglang.srt.arg_groups.overrides import resolving_view
 

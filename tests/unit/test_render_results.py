@@ -50,7 +50,9 @@ def test_goals_name_every_cell_that_misses_them(pages):
     goal = next(line for line in lines if "at least 1.15 of the best arm without TETRIS" in line)
     _, _, reached, missed, _ = (part.strip() for part in goal.split("|"))
     found, of = map(int, re.findall(r"\d+", reached))
-    assert of == 8 and len(missed.split("; ")) == of - found
+    judged = [s for s in pages.OVERVIEW if s.draft not in ("useless", "perfect")]
+    assert of == sum(load.concurrency >= 16 for setting in judged for load in setting.read()) > 0
+    assert len(missed.split("; ")) == of - found
     assert all(float(cell.rsplit(": ")[1]) < 1.15 for cell in missed.split("; "))
 
 

@@ -443,17 +443,21 @@ def resolve_server_args(args) -> None:
     """Fill in what TETRIS implies. `args` is SGLang's recording stand-in: plain assignments are declared for us."""
     num_steps = _resolve_num_steps(args)
     kind = draft_kind.current_kind()
-    args.speculative_num_steps = num_steps
     topk = args.speculative_eagle_topk or 1
     args.speculative_eagle_topk = topk
     if args.speculative_num_draft_tokens is None:
         config = TetrisConfig.from_environment(num_steps)
-        if topk == 1 and kind != draft_kind.NGRAM and config.capacity_is_automatic and config.calibration:
-            # A fixed capacity keeps to the paper's chains.
+        # A fixed capacity keeps to the paper's chains.
+        is_long = topk == 1 and config.capacity_is_automatic
+        if kind == draft_kind.NGRAM and is_long and args.speculative_num_steps is None:
+            # What a model's chains have with what continues them; here no further passes are needed.
+            num_steps += default_continued(num_steps)
+        if kind != draft_kind.NGRAM and is_long and config.calibration:
             args.speculative_num_draft_tokens = 1 + num_steps + default_continued(num_steps)
         else:
             # As many nodes as topk chains have: enough to choose from.
             args.speculative_num_draft_tokens = 1 + topk * num_steps
+    args.speculative_num_steps = num_steps
     if kind == draft_kind.MTP and args.speculative_draft_model_path is None:
         args.speculative_draft_model_path = args.model_path
     if args.max_running_requests is None:
