@@ -25,6 +25,7 @@ from timing import (
     draw_ratio,
     make_table,
     open_console,
+    share_of_step,
     summarise_all,
     summarise_ratio,
     time_in_turn,
@@ -54,7 +55,9 @@ def main(
             list(product(ROWS, VOCABULARIES)), description="shared noise", console=console
         )
     ]
-    console.print(draw_table(results))
+    for result in results:
+        result["draw_share"] = share_of_step(result["draw_us"], step_ms)
+    console.print(draw_table(results, step_ms))
     provenance = describe_run(device, seed=seed, rounds=rounds)
     write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
 
@@ -83,16 +86,19 @@ def measure(rows: int, vocab: int, rounds: int, round_ms: float, device: str, se
     }
 
 
-def draw_table(results: list[dict]) -> Table:
-    table = make_table(
-        "rows", "vocabulary", "draw / multinomial", "perturb / softmax", title=f"Shared noise, {SPREAD}"
-    )
+def draw_table(results: list[dict], step_ms: float | None) -> Table:
+    columns = ["rows", "vocabulary", "draw / multinomial", "perturb / softmax"]
+    if step_ms is not None:
+        columns.append(f"draw, of {step_ms:g} ms")
+    table = make_table(*columns, title=f"Shared noise, {SPREAD}")
     for result in results:
+        share = [] if step_ms is None else [f"{result['draw_share']:.2%}"]
         table.add_row(
             str(result["rows"]),
             str(result["vocab"]),
             draw_ratio(result["draw_against_multinomial"]),
             draw_ratio(result["perturb_against_softmax"]),
+            *share,
         )
     return table
 

@@ -183,8 +183,8 @@ def goals() -> str:
         for load, comparison in setting.read().items():
             for verdict in judge(comparison.find(load), comparison.described):
                 for check in verdict.checks:
-                    arm = comparison.arms.get(check.name.split(" at ")[0])
-                    if arm is not None and (arm.family, arm.draft) == ("auto", setting.draft):
+                    arm = comparison.arms[check.cell.arm]
+                    if (arm.family, arm.draft) == ("auto", setting.draft):
                         named = f"{setting.title}, {load.concurrency} in flight: {check.detail}"
                         checks.setdefault(verdict.expectation, []).append((named, check))
     rows = [

@@ -27,7 +27,7 @@ SERVERS = [int(number) for number in os.environ.get("TETRIS_TEST_SERVERS", "7,19
 NUM_REQUESTS = 80
 MOST_NEAR_TIES = 0.03
 """Of the texts: passes of unlike shapes round differently."""
-HEADS = {"standalone": DRAFT, "eagle": PAIR / "eagle", "eagle3": PAIR / "eagle3"}
+DRAFTS = {"standalone": DRAFT, "eagle": PAIR / "eagle", "eagle3": PAIR / "eagle3"}
 SCHEMA = json.dumps(
     {
         "type": "object",
@@ -57,7 +57,7 @@ def draw_arguments(draw: random.Random) -> tuple[list[str], bool]:
     num_steps, topk = draw.choice([1, 2, 3, 5, 8]), draw.choice([1, 1, 2, 3])
     arguments = ["--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(num_steps)]
     if kind != "ngram":
-        arguments += ["--speculative-draft-model-path", str(HEADS[kind])]
+        arguments += ["--speculative-draft-model-path", str(DRAFTS[kind])]
     if topk > 1:
         arguments += ["--speculative-eagle-topk", str(topk)]
         arguments += maybe(0.5, "--speculative-num-draft-tokens", num_steps + 1 + draw.randint(1, 6))

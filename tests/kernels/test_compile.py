@@ -117,7 +117,7 @@ def test_perturbing_compiles_and_stays_in_registers(logits_type, has_token_ids, 
     types = {"logits": logits_type, "seeds": "*i64", "scales": "*fp32", "positions": "*i64"}
     types |= {"token_ids": "*i64"} if has_token_ids else {}
     types |= {"perturbed": "*fp32", "logits_stride": "i32", "columns": "i32"}
-    constants = {"HAS_TOKEN_IDS": has_token_ids, "BLOCK": noise.BLOCK, **noise._CONSTANTS}
+    constants = {"HAS_TOKEN_IDS": has_token_ids, "BLOCK": noise.BLOCK}
     constants |= {} if has_token_ids else {"token_ids": None}
     cubin = compile_for_hopper(noise.perturb_kernel, types, constants)
     assert count_stack_bytes(cubin, tmp_path) == 0
@@ -126,5 +126,5 @@ def test_perturbing_compiles_and_stays_in_registers(logits_type, has_token_ids, 
 def test_drawing_compiles_and_stays_in_registers(tmp_path):
     types = {"weights": "*fp32", "seeds": "*i64", "positions": "*i64", "best": "*fp32", "tokens": "*i64"}
     types |= {"weights_stride": "i32", "columns": "i32", "blocks": "i32"}
-    cubin = compile_for_hopper(noise.draw_kernel, types, {"BLOCK": noise.BLOCK, **noise._CONSTANTS})
+    cubin = compile_for_hopper(noise.draw_kernel, types, {"BLOCK": noise.BLOCK})
     assert count_stack_bytes(cubin, tmp_path) == 0

@@ -73,6 +73,19 @@ def test_a_precedent_is_found_in_the_slot_s_own_text():
         assert found.tokens[0].tolist() == [7, 5, 6]
 
 
+def make_accepted(accept_lens: list[int], width: int) -> AcceptedTokens:
+    """Of chains, which tokens they were being of no account."""
+    batch_size = len(accept_lens)
+    return AcceptedTokens(
+        target_tokens=torch.zeros(batch_size, width, dtype=torch.int64),
+        accept_lens=torch.tensor(accept_lens),
+        bonus_tokens=torch.zeros(batch_size, dtype=torch.int64),
+        last_tokens=torch.zeros(batch_size, dtype=torch.int64),
+        new_seq_lens=torch.zeros(batch_size, dtype=torch.int64),
+        path=None,
+    )
+
+
 def test_a_copied_token_teaches_its_kind_and_no_score():
     """The draft gave it none: it must not move what scores are worth."""
     depth = 2
@@ -81,14 +94,7 @@ def test_a_copied_token_teaches_its_kind_and_no_score():
     kinds = torch.tensor([[1, FIRST_COPIED], [0, FIRST_COPIED + 1]])
     probs = torch.full((2, depth), 0.5)
     proposal = Proposal(torch.tensor([[1, 2], [3, 4]]), probs, None, probs, kinds)
-    accepted = AcceptedTokens(
-        target_tokens=torch.zeros(2, 3, dtype=torch.int64),
-        accept_lens=torch.tensor([2, 1]),
-        bonus_tokens=torch.zeros(2, dtype=torch.int64),
-        last_tokens=torch.zeros(2, dtype=torch.int64),
-        new_seq_lens=torch.zeros(2, dtype=torch.int64),
-        path=None,
-    )
+    accepted = make_accepted([2, 1], width=3)
     grid = Grid(torch.zeros(2, 3, dtype=torch.int64), depth)
     for _ in range(8):
         learner.add(proposal, grid, accepted, torch.tensor([3, 3]), torch.tensor([0, 1]))
@@ -106,14 +112,7 @@ def test_what_texts_say_of_drawn_tokens_is_learnt_apart():
     learner.add_prefilled(rows, torch.tensor([False, True]))
     probs, kinds = torch.full((2, 1), 0.5), torch.full((2, 1), FIRST_COPIED + 3)
     proposal = Proposal(torch.tensor([[1], [3]]), probs, None, probs, kinds)
-    accepted = AcceptedTokens(
-        target_tokens=torch.zeros(2, 2, dtype=torch.int64),
-        accept_lens=torch.tensor([1, 0]),
-        bonus_tokens=torch.zeros(2, dtype=torch.int64),
-        last_tokens=torch.zeros(2, dtype=torch.int64),
-        new_seq_lens=torch.zeros(2, dtype=torch.int64),
-        path=None,
-    )
+    accepted = make_accepted([1, 0], width=2)
     depths, rival = torch.tensor([1]), (kinds, torch.full_like(kinds, 2))
     before = learner.calibrate(rows).find_rival(depths, *rival).flatten()
     for _ in range(8):

@@ -164,11 +164,16 @@ def _count_identical(samples: Sequence[Sample], arm: str) -> tuple[int, int]:
 class Check(NamedTuple):
     """Whether one cell is as expected."""
 
-    name: str
+    cell: Cell
     holds: bool
     rank: float
     """The smaller, the worse."""
     detail: str
+
+    @property
+    def name(self) -> str:
+        temperature = f", temperature {self.cell.temperature:g}" if self.cell.temperature else ""
+        return f"{self.cell.arm} at {self.cell.load}{temperature}"
 
 
 _MOST_NAMED = 4
@@ -245,7 +250,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
             if None in ratios:
                 continue
             reached = ratios[0].median / max([1.0, *(ratio.median for ratio in ratios[1:])])
-            compared.append(Check(_name(cell), round(reached, 2) >= share, reached, f"{reached:.2f}"))
+            compared.append(Check(cell, round(reached, 2) >= share, reached, f"{reached:.2f}"))
         return compared
 
     others = [family for family in ("standalone", "adaptive") if of_family(family)]
@@ -274,7 +279,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
             "verification success rate above STANDALONE's at equal k, where requests share a capacity",
             [
                 Check(
-                    _name(t),
+                    t,
                     t.success_rate > s.success_rate,
                     t.success_rate - s.success_rate,
                     f"{t.success_rate:.3f} against {s.success_rate:.3f}",
@@ -292,7 +297,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         _verdict(
             "throughput above no speculation with the best fixed capacity",
             [
-                Check(_name(c), not c.throughput.loses, c.throughput.median, f"{c.throughput.median:.2f}")
+                Check(c, not c.throughput.loses, c.throughput.median, f"{c.throughput.median:.2f}")
                 for c in best
             ],
         ),
@@ -300,7 +305,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
             "greedy outputs equal to those without speculation",
             [
                 Check(
-                    _name(c),
+                    c,
                     c.identical[0] == c.identical[1],
                     c.identical[0] / c.identical[1],
                     f"{c.identical[0]} of {c.identical[1]}",
@@ -321,17 +326,13 @@ def read_arm(described: dict[str, Any]) -> Arm:
 def _compare_throughput(pairs: Iterable[tuple[Cell, Cell]]) -> list[Check]:
     return [
         Check(
-            _name(mine),
+            mine,
             mine.throughput.median >= other.throughput.median,
             mine.throughput.median / other.throughput.median,
             f"{mine.throughput.median:.2f} against {other.throughput.median:.2f}",
         )
         for mine, other in pairs
     ]
-
-
-def _name(cell: Cell) -> str:
-    return f"{cell.arm} at {cell.load}" + (f", temperature {cell.temperature:g}" if cell.temperature else "")
 
 
 def _verdict(expectation: str, checks: Sequence[Check]) -> Verdict | None:

@@ -5,20 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tetris_sglang.acceptance.noise import (
-    GOLDEN_64,
-    LARGEST_UNIFORM,
-    MASK_31,
-    MIX_32_A,
-    MIX_32_B,
-    MIX_64_A,
-    MIX_64_B,
-    RequestNoise,
-)
+from tetris_sglang.acceptance import noise as reference
+from tetris_sglang.acceptance.noise import RequestNoise
 from tetris_sglang.kernels.checks import INT64, check_device, check_tensor
 
 BLOCK = 1024
 """Columns of one program."""
+# Triton reads a module's variables only if they are declared as constants.
+_GOLDEN_64 = tl.constexpr(reference.GOLDEN_64)
+_MIX_64_A, _MIX_64_B = tl.constexpr(reference.MIX_64_A), tl.constexpr(reference.MIX_64_B)
+_MIX_32_A, _MIX_32_B = tl.constexpr(reference.MIX_32_A), tl.constexpr(reference.MIX_32_B)
+_MASK_31, _LARGEST_UNIFORM = tl.constexpr(reference.MASK_31), tl.constexpr(reference.LARGEST_UNIFORM)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,7 +54,6 @@ def perturb(
             columns,
             HAS_TOKEN_IDS=token_ids is not None,
             BLOCK=BLOCK,
-            **_CONSTANTS,
         )
     return perturbed
 
@@ -90,7 +86,6 @@ def draw(weights: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
             columns,
             blocks,
             BLOCK=BLOCK,
-            **_CONSTANTS,
         )
     return tokens.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
 
@@ -101,17 +96,6 @@ def _check_columns(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -
             f"{name} must be [rows, n] of {' or '.join(map(str, dtypes))} with columns next to each other, got "
             f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
         )
-
-
-_CONSTANTS = {
-    "GOLDEN_64": GOLDEN_64,
-    "MIX_64_A": MIX_64_A,
-    "MIX_64_B": MIX_64_B,
-    "MIX_32_A": MIX_32_A,
-    "MIX_32_B": MIX_32_B,
-    "MASK_31": MASK_31,
-    "LARGEST_UNIFORM": LARGEST_UNIFORM,
-}
 
 
 @triton.jit(do_not_specialize=["logits_stride", "columns"])
@@ -126,13 +110,6 @@ def perturb_kernel(
     columns,
     HAS_TOKEN_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    GOLDEN_64: tl.constexpr,
-    MIX_64_A: tl.constexpr,
-    MIX_64_B: tl.constexpr,
-    MIX_32_A: tl.constexpr,
-    MIX_32_B: tl.constexpr,
-    MASK_31: tl.constexpr,
-    LARGEST_UNIFORM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -144,8 +121,7 @@ def perturb_kernel(
             token = tl.load(token_ids + column, mask=inside, other=0).to(tl.int32)
         else:
             token = column
-        key = _mix(tl.load(seeds + row) + tl.load(positions + row) * GOLDEN_64, MIX_64_A, MIX_64_B)
-        arrival = _arrive(key, token, MIX_32_A, MIX_32_B, MASK_31, LARGEST_UNIFORM)
+        arrival = _arrive(tl.load(seeds + row), tl.load(positions + row), token)
         value -= scale * tl.log(arrival)
     tl.store(perturbed + row * columns + column, value, mask=inside)
 
@@ -161,47 +137,29 @@ def draw_kernel(
     columns,
     blocks,
     BLOCK: tl.constexpr,
-    GOLDEN_64: tl.constexpr,
-    MIX_64_A: tl.constexpr,
-    MIX_64_B: tl.constexpr,
-    MIX_32_A: tl.constexpr,
-    MIX_32_B: tl.constexpr,
-    MASK_31: tl.constexpr,
-    LARGEST_UNIFORM: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     weight = tl.load(weights + row * weights_stride + column, mask=inside, other=0.0)
-    key = _mix(tl.load(seeds + row) + tl.load(positions + row) * GOLDEN_64, MIX_64_A, MIX_64_B)
-    arrival = _arrive(key, column, MIX_32_A, MIX_32_B, MASK_31, LARGEST_UNIFORM)
+    arrival = _arrive(tl.load(seeds + row), tl.load(positions + row), column)
     earliness = tl.where(inside, weight / arrival, -1.0)
     tl.store(best + row * blocks + block, tl.max(earliness, axis=0))
     tl.store(tokens + row * blocks + block, (block * BLOCK + tl.argmax(earliness, axis=0)).to(tl.int64))
 
 
 @triton.jit
-def _mix(key, MIX_64_A: tl.constexpr, MIX_64_B: tl.constexpr):
-    key = (key ^ _shift_64(key, 30)) * MIX_64_A
-    key = (key ^ _shift_64(key, 27)) * MIX_64_B
-    return key ^ _shift_64(key, 31)
-
-
-@triton.jit
-def _arrive(
-    key,
-    token,
-    MIX_32_A: tl.constexpr,
-    MIX_32_B: tl.constexpr,
-    MASK_31: tl.constexpr,
-    LARGEST_UNIFORM: tl.constexpr,
-):
+def _arrive(seed, position, token):
+    key = seed + position * _GOLDEN_64
+    key = (key ^ _shift_64(key, 30)) * _MIX_64_A
+    key = (key ^ _shift_64(key, 27)) * _MIX_64_B
+    key = key ^ _shift_64(key, 31)
     bits = (key >> 32).to(tl.int32) + (key | 1).to(tl.int32) * token
-    bits = (bits ^ _shift_32(bits, 16)) * MIX_32_A
-    bits = (bits ^ _shift_32(bits, 15)) * MIX_32_B
+    bits = (bits ^ _shift_32(bits, 16)) * _MIX_32_A
+    bits = (bits ^ _shift_32(bits, 15)) * _MIX_32_B
     bits = bits ^ _shift_32(bits, 16)
-    uniform = ((bits & MASK_31).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
-    uniform = tl.minimum(uniform, LARGEST_UNIFORM)
+    uniform = ((bits & _MASK_31).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
+    uniform = tl.minimum(uniform, _LARGEST_UNIFORM)
     # 1 - uniform has lost the small ones' last places: these are what wins.
     series = 1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5))))
     return tl.where(uniform < 0.03125, uniform * series, -tl.log(1 - uniform))
