@@ -1,9 +1,10 @@
-"""What consulting the request's own text costs a step: looking it up, scoring drafts by it, learning from it.
+"""What consulting recent texts costs a step: writing them down, looking them up, scoring drafts by them, learning from them.
 
     python benchmarks/bench_precedent.py --step-ms 80
 
-Timed as timing.py says. `drafts` is what the same chains cost without a precedent; a step is the
-lookup, the drafts with it less those without, and learning.
+Timed as timing.py says. `drafts` is what the same chains cost without a precedent; a step is writing down, the
+lookup, the drafts with it less those without, and learning. `scan` is for comparison: the longest match in each request's own text,
+found by looking at all of it.
 """
 
 from collections.abc import Callable
@@ -32,12 +33,12 @@ from timing import (
     write_results,
 )
 
-from tetris_sglang.drafting import INITIAL_OFFSETS, ChainGrower, Precedent, Proposal, find_precedent
+from tetris_sglang.drafting import INITIAL_OFFSETS, ChainGrower, Precedent, Proposal, RecentTexts, look_up
 from tetris_sglang.runtime.learning import RequestsCalibration
 from tetris_sglang.selection import Calibration, EvidenceOffsets
 
 BATCHES = [1, 16, 64, 256]
-PARTS = ["lookup", "drafts_with", "drafts", "learn"]
+PARTS = ["write", "lookup", "drafts_with", "drafts", "learn"]
 VOCABULARY = 2000
 
 
@@ -45,7 +46,7 @@ def main(
     out: Out = RESULTS / "precedent.json",
     step_ms: StepMs = None,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
-    context: Annotated[int, typer.Option(min=16, help="columns that are searched")] = 512,
+    context: Annotated[int, typer.Option(min=16, help="tokens of each text")] = 512,
     rounds: Rounds = 15,
     round_ms: RoundMs = 2.0,
     device: Device = "cpu",
@@ -70,7 +71,12 @@ def measure(
     generator = torch.Generator().manual_seed(seed)
     history = torch.randint(VOCABULARY, (batch, context), generator=generator, dtype=torch.int32).to(device)
     rows, lens = torch.arange(batch, device=device), torch.full((batch,), context, device=device)
-    precedent = find_precedent(history, rows, lens, depth=depth)
+    recent = RecentTexts(batch, VOCABULARY, device)
+    recent.begin(rows, recent.place(range(batch), range(batch), [0] * batch).to(device))
+    recent.append(rows, history, lens)
+    precedent = recent.find(rows, depth)
+    emitted = torch.randint(VOCABULARY, (batch, depth + 1), generator=generator).to(device)
+    counts = torch.randint(1, depth + 2, (batch,), generator=generator).to(device)
     tokens = torch.randint(VOCABULARY, (batch, depth), generator=generator).to(device)
     probs = torch.rand(batch, depth, generator=generator).to(device)
     offsets = EvidenceOffsets(INITIAL_OFFSETS, device)
@@ -85,26 +91,30 @@ def measure(
     evidence = grow(precedent).evidence
     reached, accepted = probs > 0.3, probs > 0.6
     parts: dict[str, Callable[[], object]] = {
-        "lookup": lambda: find_precedent(history, rows, lens, depth=depth),
+        "write": lambda: recent.append(rows, emitted, counts),
+        "lookup": lambda: recent.find(rows, depth),
+        "scan": lambda: look_up(history, rows, lens, depth=depth, max_matches=1),
         "drafts_with": lambda: grow(precedent),
         "drafts": lambda: grow(None),
         "learn": lambda: offsets.observe(evidence, probs, reached, accepted),
     }
     elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     steps_us = [
-        lookup + (drafts_with - drafts) + learn
-        for lookup, drafts_with, drafts, learn in zip(*(elapsed_us[part] for part in PARTS), strict=True)
+        write + lookup + (drafts_with - drafts) + learn
+        for write, lookup, drafts_with, drafts, learn in zip(
+            *(elapsed_us[part] for part in PARTS), strict=True
+        )
     ]
     return {"batch": batch, **summarise_all(elapsed_us), "step_us": summarise(steps_us)}
 
 
 def draw_table(results: list[dict], depth: int, context: int, step_ms: float | None) -> Table:
-    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "step"]
+    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "scan", "step"]
     if step_ms is not None:
         columns.append(f"of {step_ms:g} ms")
-    table = make_table(*columns, title=f"D = {depth}, {context} columns; microseconds, {SPREAD}")
+    table = make_table(*columns, title=f"D = {depth}, {context} tokens; microseconds, {SPREAD}")
     for result in results:
-        cells = [draw_ratio(result[f"{part}_us"]) for part in [*PARTS, "step"]]
+        cells = [draw_ratio(result[f"{part}_us"]) for part in [*PARTS, "scan", "step"]]
         share = [] if step_ms is None else [f"{result['step_share']:.2%}"]
         table.add_row(str(result["batch"]), *cells, *share)
     return table

@@ -29,7 +29,7 @@ from fit_ngram import PAIR, Text, write_texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tetris_sglang.drafting import ChainGrower, find_precedent, propose_by_lookup
+from tetris_sglang.drafting import ChainGrower, Precedent, look_up, propose_by_lookup
 
 OUT = Path(__file__).resolve().parent.parent / "tests/data/replay.npz"
 SHARPEN = 3.0
@@ -126,7 +126,8 @@ def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tens
         sharp.append(logit_of(rows * SHARPEN, chosen))
     truth = tokens[lens[:, None] + torch.arange(depth)]
     accepted = (chains == truth).cumprod(dim=1).sum(dim=1)
-    precedent = find_precedent(tokens[None], torch.zeros_like(lens), lens, depth=depth)
+    found = look_up(tokens[None], torch.zeros_like(lens), lens, depth=depth)
+    precedent = Precedent(found.tokens[:, 0], found.match_lens[:, 0, 0])
     # Without calibration nothing is copied.
     grower = ChainGrower(chains[:, :1], torch.ones(positions, 1), precedent=precedent)
     for level in range(1, depth):

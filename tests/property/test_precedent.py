@@ -15,9 +15,10 @@ from tetris_sglang.drafting import (
     ChainGrower,
     Counsel,
     Precedent,
+    Proposal,
     TreeGrower,
     continue_texts,
-    find_precedent,
+    is_copied,
     is_precedents,
     least_passes,
 )
@@ -30,42 +31,8 @@ settings.load_profile("tetris")
 
 SEEDS = st.integers(0, 10**6)
 VOCAB = 6
-TEXTS = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=4)
-
-
-def read_precedent(text: list[int], depth: int) -> tuple[list[int], int]:
-    """By the definition: the longest match of the text's end, the most recent one; (what followed, its length)."""
-    best = (0, 0)
-    for start in range(1, len(text)):
-        length = 0
-        while length < min(MAX_MATCH, start) and text[start - 1 - length] == text[len(text) - 1 - length]:
-            length += 1
-        best = max(best, (length, start))
-    length, start = best
-    extended = list(text)
-    for step in range(depth):
-        extended.append(extended[start + step])
-    return extended[len(text) :], length
-
-
-def make_table(texts: list[list[int]], seed: int):
-    """(history, rows, lens): the texts in shuffled rows, noise behind them."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(texts) + 1, generator=generator)[: len(texts)]
-    history = torch.randint(VOCAB, (len(texts) + 1, 48), generator=generator, dtype=torch.int32)
-    for row, text in zip(rows.tolist(), texts, strict=True):
-        history[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
-    return history, rows, torch.tensor([len(text) for text in texts])
-
-
-@given(TEXTS, SEEDS, st.integers(1, 7))
-def test_a_precedent_is_what_followed_the_longest_match(texts, seed, depth):
-    found = find_precedent(*make_table(texts, seed), depth=depth)
-    for text, tokens, match_len in zip(texts, found.tokens.tolist(), found.match_lens.tolist(), strict=True):
-        expected, length = read_precedent(text, depth)
-        assert match_len == length
-        if length:
-            assert tokens == expected
+KINDS = NUM_EVIDENCE // 2
+"""Of evidence from the request's own text; as many from others'."""
 
 
 def length_class(match_len: int) -> int:
@@ -87,10 +54,10 @@ class Copying:
         self.copied_score = copied_score
 
     def __call__(self, probs, depths, evidence):
-        return torch.where(evidence >= FIRST_COPIED, self.copied_score, probs)
+        return torch.where(is_copied(evidence), self.copied_score, probs)
 
     def find_rival(self, depths, copied, contradicted):
-        assert (copied >= FIRST_COPIED - 1).all() and (contradicted < FIRST_COPIED).all()
+        assert (copied % KINDS >= FIRST_COPIED - 1).all() and (contradicted % KINDS < FIRST_COPIED).all()
         assert depths.tolist() == list(range(1, copied.shape[1] + 1))
         return torch.full(copied.shape, self.copied_score)
 
@@ -99,10 +66,23 @@ NEVER, SOMETIMES, ALWAYS = Copying(0.0), Copying(0.6), Copying(1.0)
 
 
 def random_precedent(generator: torch.Generator, batch: int, depth: int) -> Precedent:
+    match_lens = torch.randint(MAX_MATCH + 1, (batch,), generator=generator)
+    is_others = (torch.rand(batch, generator=generator) < 0.5) & (match_lens > 0)
     return Precedent(
         torch.randint(VOCAB, (batch, depth), generator=generator),
-        torch.randint(MAX_MATCH + 1, (batch,), generator=generator),
+        match_lens,
+        is_others if torch.rand((), generator=generator) < 0.8 else None,
     )
+
+
+def read_kinds(proposal: Proposal, precedent: Precedent) -> list[list[int]]:
+    """The evidence as if all precedents stood in the requests' own texts; that of others must have said so."""
+    evidence = proposal.evidence
+    if precedent.is_others is None:
+        return evidence.tolist()
+    says_something = (evidence != 0) & (evidence != NOT_CONTINUED)
+    assert torch.equal(evidence >= KINDS, precedent.is_others[:, None] & says_something)
+    return (evidence % KINDS).tolist()
 
 
 def grow(seed: int, batch: int, branches: int, depth: int, calibrate, num_continued: int = 0):
@@ -150,9 +130,10 @@ def test_chains_go_on_as_the_precedent_does_if_they_followed_it(seed, batch, dep
     assert proposal.tokens.shape == (batch, depth + num_continued)
     follows = is_precedents(proposal.evidence)
     needed = least_passes(proposal.evidence, num_continued)
+    kinds = read_kinds(proposal, precedent)
     for request in range(batch):
         match_len, stood = int(precedent.match_lens[request]), precedent.tokens[request].tolist()
-        tokens, evidence = proposal.tokens[request].tolist(), proposal.evidence[request].tolist()
+        tokens, evidence = proposal.tokens[request].tolist(), kinds[request]
         followed = match_len > 0 and tokens[:depth] == stood[:depth]
         for place in range(depth + num_continued):
             is_stood = match_len > 0 and tokens[: place + 1] == stood[: place + 1]
@@ -186,7 +167,7 @@ def test_texts_go_on_by_themselves_where_there_is_a_precedent(seed, batch, num_c
             )
             continue
         kinds = [FIRST_CONTINUED - 1 + continued_class(match_len + place) for place in range(num_continued)]
-        assert proposal.evidence[request].tolist() == kinds
+        assert read_kinds(proposal, precedent)[request] == kinds
         assert proposal.scores[request].tolist() == pytest.approx([0.6] * num_continued)
         assert proposal.probs[request].tolist() == [COPIED_PROB] * num_continued
         assert needed[request].tolist() == [0] * num_continued
@@ -201,7 +182,7 @@ def test_every_node_carries_what_the_precedent_says_of_it(shape):
     for request, paths in enumerate(read_paths(proposal)):
         copied, match_len = precedent.tokens[request].tolist(), int(precedent.match_lens[request])
         expected = [read_evidence(copied, match_len, path) for path in paths]
-        assert proposal.evidence[request].tolist() == expected
+        assert read_kinds(proposal, precedent)[request] == expected
 
 
 @given(SHAPES)
@@ -212,7 +193,7 @@ def test_what_is_copied_is_the_precedent_s_and_stands_once(shape):
         copied, match_len = precedent.tokens[request].tolist(), int(precedent.match_lens[request])
         assert len({tuple(path) for path in paths}) == len(paths)  # nothing is drafted twice
         for node, path in enumerate(paths):
-            kind = int(proposal.evidence[request, node])
+            kind = read_kinds(proposal, precedent)[request][node]
             if kind >= FIRST_COPIED:
                 assert path == copied[: len(path)]
                 assert kind == FIRST_COPIED - 1 + length_class(match_len + len(path) - 1)
@@ -241,15 +222,13 @@ def test_a_copied_token_needs_the_better_score(shape):
         assert grower.frontier_tokens[request].tolist() == ([*mine[:-1], copied] if takes else mine)
     proposal = grower.finish(branches)
     assert torch.equal(
-        proposal.scores.where(proposal.evidence < FIRST_COPIED, 0.6),
+        proposal.scores.where(~is_copied(proposal.evidence), 0.6),
         SOMETIMES(proposal.probs, 1, proposal.evidence),
     )
 
 
 def test_docstring_examples():
-    history = torch.tensor([[1, 2, 3, 9, 1, 2]], dtype=torch.int32)
-    found = find_precedent(history, torch.tensor([0]), torch.tensor([6]), depth=3)
-    assert found.tokens.tolist() == [[3, 9, 1]] and found.match_lens.tolist() == [2]
+    found = Precedent(torch.tensor([[3, 9, 1]]), torch.tensor([2]))
     choice = Counsel(found, NEVER).choose(
         0, torch.tensor([[[3, 4]]]), torch.tensor([[[0.5, 0.3]]]), torch.tensor([[True]])
     )
@@ -259,10 +238,7 @@ def test_docstring_examples():
 def test_nothing_is_asked_of_the_device_while_drafting():
     """Shapes alone decide what runs, as a captured graph needs it."""
     with FakeTensorMode():
-        history = torch.zeros(5, 64, dtype=torch.int32)
-        precedent = find_precedent(
-            history, torch.zeros(2, dtype=torch.int64), torch.ones(2), depth=3, window=32
-        )
+        precedent = Precedent(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
         offsets = EvidenceOffsets(INITIAL_OFFSETS)
         calibrate = RequestsCalibration(Calibration(3), offsets, torch.zeros(2))
         counsel = Counsel(precedent, calibrate)
@@ -344,8 +320,9 @@ def test_a_rival_of_that_probability_is_worth_as_much(seed):
         calibration.observe(probs, torch.arange(1, depth + 1), torch.ones_like(accepted), accepted)
     calibrate = RequestsCalibration(calibration, offsets, torch.randn(2, generator=generator))
     depths = torch.arange(1, depth + 1)
-    contradicted = torch.randint(FIRST_COPIED, (2, depth), generator=generator)
-    copied = torch.randint(FIRST_COPIED, NUM_EVIDENCE, (2, depth), generator=generator)
+    whose = KINDS * torch.randint(2, (2, 1), generator=generator)
+    contradicted = whose + torch.randint(FIRST_COPIED, (2, depth), generator=generator)
+    copied = whose + torch.randint(FIRST_COPIED, KINDS, (2, depth), generator=generator)
     below = calibrate.find_rival(depths, copied, contradicted)
     score = calibrate(
         torch.rand(2, depth, generator=generator), depths, copied

@@ -225,7 +225,9 @@ def test_penalties_count_what_was_written_and_the_drafts_before(monkeypatch, has
     if seed % 2:
         # So it comes under overlap scheduling.
         sampling_info.acc_additive_penalties, sampling_info.penalizer_orchestrator = torch.zeros(1), None
-    texts = RequestTexts(SimpleNamespace(req_to_token=torch.zeros(8, 20, dtype=torch.int32)), width)
+    texts = RequestTexts(
+        SimpleNamespace(req_to_token=torch.zeros(8, 20, dtype=torch.int32)), vocab_size, width
+    )
     # Behind a text's end anything may stand.
     texts.tokens.random_(0, vocab_size)
     rows = torch.randperm(8)[:batch_size]

@@ -17,14 +17,22 @@ SLOTS, COLUMNS, WIDTH = 6, 40, 4
 
 def make_texts(columns: int = COLUMNS) -> RequestTexts:
     pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, columns, dtype=torch.int32))
-    return RequestTexts(pool, WIDTH)
+    return RequestTexts(pool, vocab_size=99, most_emitted=WIDTH)
 
 
 def make_batch(slots: list[int], texts: dict[int, list[int]]):
     """As SGLang's: lengths without the newest token."""
     fill_ids = [array("q", texts[slot][:-1]) for slot in slots]
     return SimpleNamespace(
-        reqs=[SimpleNamespace(get_fill_ids=lambda ids=ids: ids) for ids in fill_ids],
+        reqs=[
+            SimpleNamespace(
+                get_fill_ids=lambda ids=ids: ids,
+                extra_key=None,
+                rid=f"{slot}: {ids.tolist()}",
+                kv=SimpleNamespace(req_pool_idx=slot),
+            )
+            for slot, ids in zip(slots, fill_ids, strict=True)
+        ],
         req_pool_indices=torch.tensor(slots),
         seq_lens=torch.tensor([len(ids) for ids in fill_ids]),
     )
@@ -46,9 +54,10 @@ def test_texts_follow_prompts_steps_and_new_requests_in_old_slots():
                 continue
             batch = make_batch(slots, known)
             emitted = torch.randint(99, (len(slots), WIDTH))
-            texts.append(batch, emitted)
-            for slot, row in zip(slots, emitted.tolist(), strict=True):
-                known[slot] += row[: rng.randint(1, WIDTH)]
+            counts = [rng.randint(1, WIDTH) for _ in slots]
+            texts.append(batch, emitted, torch.tensor(counts))
+            for slot, row, count in zip(slots, emitted.tolist(), counts, strict=True):
+                known[slot] += row[:count]
         for slot, text in known.items():
             assert texts.tokens[slot, : len(text)].tolist() == text
 
@@ -66,11 +75,42 @@ def test_a_precedent_is_found_in_the_slot_s_own_text():
     texts = make_texts()
     known = {4: [5, 6, 7, 5, 6], 1: [9, 9, 8]}
     texts.add_prompts(make_batch([4, 1], known), torch.tensor([6, 8]))
-    lens = torch.tensor([4, 2])
-    for seq_lens_cpu in (lens, None):
-        found = texts.find_precedent(torch.tensor([4, 1]), lens, seq_lens_cpu, 3)
-        assert found.match_lens.tolist() == [2, 0]
-        assert found.tokens[0].tolist() == [7, 5, 6]
+    found = texts.recent.find(torch.tensor([4, 1]), 3)
+    assert found.match_lens.tolist() == [2, 0]
+    assert found.tokens[0].tolist() == [7, 5, 6]
+
+
+def test_of_a_long_prompt_the_end_is_searched():
+    texts = make_texts(columns=5000)
+    prompt = [1, 2, 3, *[4] * 4000, 5, 6, 7, 8, *[9] * 30, 1, 2, 5, 6]
+    texts.add_prompts(make_batch([0], {0: prompt}), torch.tensor([6]))
+    found = texts.recent.find(torch.tensor([0]), 2)
+    assert (found.match_lens.tolist(), found.tokens.tolist()) == ([2], [[7, 8]])
+
+
+def test_what_another_request_wrote_is_a_precedent_until_it_is_forgotten():
+    """Whichever wrote it: prompt, steps, or one that is gone; not across cache salts."""
+    texts, known = make_texts(), {3: [1, 2, 3], 0: [8, 4, 5], 2: [9, 4, 5]}
+    texts.add_prompts(make_batch([3], known), torch.tensor([3]))
+    texts.append(make_batch([3], known), torch.tensor([[4, 5, 6, 7]]), torch.tensor([3]))
+    texts.add_prompts(make_batch([0], known), torch.tensor([5]))
+    found = texts.recent.find(torch.tensor([0]), 2)
+    assert (found.match_lens.tolist(), found.tokens[0, 0].item(), found.is_others.tolist()) == (
+        [2],
+        6,
+        [True],
+    )
+    salted = make_batch([2], known)
+    salted.reqs[0].extra_key = "another tenant's"
+    texts.add_prompts(salted, torch.tensor([5]))
+    assert texts.recent.find(torch.tensor([2]), 2).match_lens.tolist() == [0]
+    # The slot's next request: what the one before wrote is still known.
+    known[3] = [7, 7]
+    texts.add_prompts(make_batch([3], known), torch.tensor([7]))
+    found = texts.recent.find(torch.tensor([0, 3]), 2)
+    assert (found.match_lens.tolist(), found.tokens[0, 0].item()) == ([2, 1], 6)
+    texts.recent.forget()
+    assert texts.recent.find(torch.tensor([0]), 2).match_lens.tolist() == [0]
 
 
 def make_accepted(accept_lens: list[int], width: int) -> AcceptedTokens:

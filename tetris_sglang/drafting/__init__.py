@@ -1,5 +1,5 @@
 """What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them; n-gram drafts; and
-what the request's own text says of a draft."""
+what texts say of a draft, the request's own and others'."""
 
 from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower, continue_texts
 from tetris_sglang.drafting.ngram import (
@@ -25,9 +25,11 @@ from tetris_sglang.drafting.precedent import (
     NUM_EVIDENCE,
     Counsel,
     Precedent,
-    find_precedent,
+    continued_evidence,
+    is_copied,
     is_precedents,
     least_passes,
+    put_others,
 )
 from tetris_sglang.drafting.proposal import (
     Calibrate,
@@ -43,6 +45,7 @@ from tetris_sglang.drafting.proposal import (
     trust,
     trust_all,
 )
+from tetris_sglang.drafting.recent_texts import RecentTexts
 
 __all__ = [
     "FIRST_CONTINUED",
@@ -63,14 +66,16 @@ __all__ = [
     "Precedent",
     "Prior",
     "Proposal",
+    "RecentTexts",
     "ReferenceBranch",
     "TreeGrower",
     "TreeShape",
     "ancestor_mask",
     "continue_texts",
+    "continued_evidence",
     "count_nodes",
     "estimate_probs",
-    "find_precedent",
+    "is_copied",
     "is_precedents",
     "least_passes",
     "look_up",
@@ -79,6 +84,7 @@ __all__ = [
     "merge_branches",
     "propose_by_lookup",
     "propose_by_lookup_reference",
+    "put_others",
     "tree_survival",
     "trust",
     "trust_all",

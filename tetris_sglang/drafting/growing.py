@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting.precedent import Choice, Counsel, Precedent
+from tetris_sglang.drafting.precedent import Choice, Counsel, Precedent, continued_evidence, score_continued
 from tetris_sglang.drafting.proposal import Calibrate, Proposal, order_nodes, trust
 from tetris_sglang.selection.survival import as_probability
 
@@ -84,9 +84,10 @@ def continue_texts(precedent: Precedent, calibrate: Calibrate) -> Proposal:
 
     Example: precedent tokens [[3, 9, 1]], match_lens [2] -> tokens [[3, 9, 1]]; match_lens [0] -> scores [[0, 0, 0]]
     """
-    counsel = Counsel(precedent, calibrate)
-    tokens, probs, scores, evidence = counsel.go_on(slice(0, counsel.num_levels), counsel.exists)
-    return Proposal(tokens, scores, None, probs, evidence)
+    depths = torch.arange(1, precedent.tokens.shape[1] + 1, device=precedent.tokens.device)
+    exists = (precedent.match_lens > 0)[:, None]
+    probs, scores, evidence = score_continued(continued_evidence(precedent), exists, depths, calibrate)
+    return Proposal(precedent.tokens, scores, None, probs, evidence)
 
 
 class TreeGrower:

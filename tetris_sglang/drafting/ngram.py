@@ -184,6 +184,12 @@ def look_up(
     )
 
 
+def trust_match_lens(match_lens: Tensor, prior: Prior = PRIOR) -> Tensor:
+    """What to believe of tokens whose text shares so many with the request's: integers -> float32 of the same shape. Sync: none."""
+    trust = 1 - prior.miss_scale * match_lens.clamp_min(1).to(torch.float32) ** -prior.miss_decay
+    return torch.where(match_lens > 0, trust, prior.unmatched)
+
+
 def copy_on(windows: Tensor, known_lens: Tensor, starts: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
     """What follows each of `starts` [batch, count] in the windows, as LZ77 copies beyond their ends.
 
@@ -227,8 +233,7 @@ def estimate_probs(match_lens: Tensor, agreeing: Tensor, known: Tensor, prior: P
         probs: [batch, branches, depth] float32 in [LEAST_PROB, 1 - LEAST_PROB].
     Sync: none; CUDA-graph safe.
     """
-    trust = 1 - prior.miss_scale * match_lens.clamp_min(1).to(torch.float32) ** -prior.miss_decay
-    trust = torch.where(match_lens > 0, trust, prior.unmatched)
+    trust = trust_match_lens(match_lens, prior)
     probs = (agreeing + prior.weight * trust) / (known + prior.weight)
 
     if probs.shape[1] > 1:

@@ -1,4 +1,4 @@
-"""A second opinion on a model's drafts, from the request's own text: what followed the last time it stood as it stands now.
+"""A second opinion on a model's drafts, from the text: what followed the last time it stood as it stands now.
 
 A text that repeats itself (a loop, a quotation, code that is edited) tells apart drafts whose scores do not: where the
 longest earlier match of the text's end goes on as the draft does, the draft is accepted far more often than where the
@@ -8,6 +8,9 @@ drafted in the place of the model's: the model goes on from there.
 
 And where the precedent was followed down to the model's last token, what follows there can be drafted, too: tokens that no
 pass of the model has to pay for ("continued" ones).
+
+Where another request's text shares more than twice as many tokens as the request's own, it is the precedent
+(drafting/recent_texts.py). What such a one says has kinds of its own: it is worth less.
 """
 
 from __future__ import annotations
@@ -17,8 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-
-from tetris_sglang.drafting.ngram import copy_on, rank_occurrences, take_windows
 
 if TYPE_CHECKING:
     from tetris_sglang.drafting.proposal import Calibrate
@@ -37,10 +38,16 @@ _CONTINUED_CLASSES = 5
 """As above, and from 16 tokens on: those that were drafted on the way count as shared."""
 NOT_CONTINUED = FIRST_CONTINUED + _CONTINUED_CLASSES
 """There was nothing to continue: the place holds no draft."""
-NUM_EVIDENCE = NOT_CONTINUED + 1
+_KINDS = NOT_CONTINUED + 1
+"""From here on the same again, of precedents in other requests' texts."""
+NUM_EVIDENCE = 2 * _KINDS
 COPIED_PROB = 0.5
 """What stands for the model's probability of a copied or continued token. Calibrated, it is worth what its kind has been."""
-INITIAL_OFFSETS = (*[0.0] * FIRST_COPIED, -3.0, -2.5, -2.0, -1.5, 0.0, 0.0, 0.5, 1.0, 1.5, 0.0)
+_COPIED_OFFSETS = (-3.0, -2.5, -2.0, -1.5)
+INITIAL_OFFSETS = (
+    *(*[0.0] * FIRST_COPIED, *_COPIED_OFFSETS, 0.0, 0.0, 0.5, 1.0, 1.5, 0.0),
+    *(*[0.0] * FIRST_COPIED, *_COPIED_OFFSETS, -1.5, -0.5, 0.0, 0.5, 1.0, 0.0),
+)
 """Log-odds of each kind before anything was seen. A copied token counts for little: drafts that contradict the text have to
 fail first, so a draft that is always right keeps all of its tokens. A continued one takes no model's place."""
 
@@ -51,28 +58,19 @@ class Precedent(NamedTuple):
     tokens: Tensor
     """[batch, depth] int64, what followed."""
     match_lens: Tensor
-    """[batch] int64, tokens before these that both places of the text share, 0..MAX_MATCH; 0: there is no precedent."""
+    """[batch] int64, tokens before these that both places share, 0..MAX_MATCH; 0: there is no precedent."""
+    is_others: Tensor | None = None
+    """[batch] bool, whether it stands in another request's text; None: none of them does."""
 
 
-def find_precedent(
-    history: Tensor, rows: Tensor, lens: Tensor, *, depth: int, window: int | None = None
-) -> Precedent:
-    """Look up each request's last tokens in its earlier ones: the longest match, of these the most recent one.
-
-    Args:
-        history, rows, lens, depth, window: as in `propose_by_lookup`, whose first branch this is.
-    Sync: none; CUDA-graph safe.
-    Example: a row 1 2 3 9 1 2, depth 3 -> tokens [[3, 9, 1]], match_lens [2]
-    """
-    windows, known_lens = take_windows(history, rows, lens, window)
-    starts, match_lens = rank_occurrences(windows, known_lens, MAX_MATCH, 1)
-    steps = torch.arange(depth, dtype=torch.int32, device=history.device)
-    tokens, _ = copy_on(windows, known_lens, starts, steps)
-    return Precedent(tokens[:, 0], match_lens[:, 0].clamp_min(0))
+def is_copied(evidence: Tensor) -> Tensor:
+    """Whether tokens with this evidence are the precedent's and not the model's: copied, continued, or no draft at all."""
+    return evidence % _KINDS >= FIRST_COPIED
 
 
 def is_precedents(evidence: Tensor) -> Tensor:
     """Whether tokens with this evidence are the precedent's, and those before them on their chains were, too."""
+    evidence = evidence % _KINDS
     agrees = (evidence < FIRST_COPIED) & (evidence % 2 == 1)
     return agrees | ((evidence >= FIRST_COPIED) & (evidence != NOT_CONTINUED))
 
@@ -88,6 +86,65 @@ def least_passes(evidence: Tensor, num_continued: int) -> Tensor:
     """
     places = torch.arange(1, evidence.shape[1] + 1, device=evidence.device)
     return torch.where(is_precedents(evidence), (places - num_continued).clamp(min=0), places)
+
+
+def _length_exponents(precedent: Precedent) -> Tensor:
+    """[batch, depth] int64, of the tokens shared before each token the classes: 1 for a length of 1, 2 for 2 to 3, 3 for 4 to 7."""
+    levels = torch.arange(precedent.tokens.shape[1], device=precedent.tokens.device)
+    lens = (precedent.match_lens[:, None] + levels).to(torch.float32)
+    # The binary exponent is the class.
+    return torch.frexp(lens).exponent.to(torch.int64)
+
+
+def _first_kinds(precedent: Precedent) -> Tensor | int:
+    """Where the kinds of its evidence begin: [batch, 1] int64, or 0 for all."""
+    return 0 if precedent.is_others is None else precedent.is_others[:, None] * _KINDS
+
+
+def _continued_kinds(exponents: Tensor) -> Tensor:
+    return exponents.clamp(1, _CONTINUED_CLASSES) + (FIRST_CONTINUED - 1)
+
+
+def continued_evidence(precedent: Precedent) -> Tensor:
+    """[batch, depth] int64, the evidence for a precedent's tokens where no model is asked."""
+    return _continued_kinds(_length_exponents(precedent)) + _first_kinds(precedent)
+
+
+def score_continued(
+    kinds: Tensor, was_followed: Tensor, depths: Tensor, calibrate: Calibrate
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Calibrate tokens that no model was asked for.
+
+    Args:
+        kinds: [batch, n] int64, of `continued_evidence`. was_followed: [batch, 1] bool, whether there is something to continue.
+        depths: [n], from 1.
+    Returns:
+        probs, scores and evidence as `Counsel.score` returns them; score 0 where there is nothing.
+    """
+    evidence = torch.where(was_followed, kinds, NOT_CONTINUED)
+    probs = COPIED_PROB * was_followed.to(torch.float32).expand(evidence.shape)
+    return probs, calibrate(probs, depths, evidence) * was_followed, evidence
+
+
+def put_others(tokens: Tensor, probs: Tensor, precedent: Precedent) -> tuple[Tensor, Tensor, Tensor]:
+    """Let other requests' texts draft in the place of n-grams of the request's own.
+
+    The branch that begins as the precedent does gives way, or else the last one.
+
+    Args:
+        tokens, probs: [batch, branches, depth], the first tokens of a request's branches all different.
+    Returns:
+        tokens, probs, and what they are from now on: evidence [batch, branches, depth] int64.
+    Sync: none; CUDA-graph safe.
+    """
+    begins_alike = tokens[:, :, 0] == precedent.tokens[:, :1]
+    begins_alike[:, -1] |= ~begins_alike.any(dim=1)
+    is_others = (begins_alike & precedent.is_others[:, None])[:, :, None]
+    return (
+        torch.where(is_others, precedent.tokens[:, None], tokens),
+        probs.masked_fill(is_others, COPIED_PROB),
+        torch.where(is_others, continued_evidence(precedent)[:, None], NO_EVIDENCE),
+    )
 
 
 class Choice(NamedTuple):
@@ -123,12 +180,13 @@ class Counsel:
         self._calibrate, self._precedent = calibrate, precedent
         self.num_levels = precedent.tokens.shape[1]
         # For all levels at once: there is little to each, so it costs what launching it takes.
-        levels = torch.arange(self.num_levels, device=precedent.tokens.device)
-        lens = (precedent.match_lens[:, None] + levels).to(torch.float32)
-        # The binary exponent is the class: 1 for a length of 1, 2 for 2 to 3, 3 for 4 to 7.
-        self._exponents = torch.frexp(lens).exponent.to(torch.int64)
-        classes = self._exponents.clamp_max(_LENGTH_CLASSES)
-        self._contradicted, self._copied = 2 * classes, classes + (FIRST_COPIED - 1)
+        exponents, first_kinds = _length_exponents(precedent), _first_kinds(precedent)
+        classes = exponents.clamp_max(_LENGTH_CLASSES)
+        self._contradicted, self._copied = (
+            2 * classes + first_kinds,
+            classes + (FIRST_COPIED - 1) + first_kinds,
+        )
+        self._continued = _continued_kinds(exponents) + first_kinds
         self.exists = (precedent.match_lens > 0)[:, None]
         """[batch, 1] bool, whether there is one: at level 0 it is followed so far."""
 
@@ -187,9 +245,6 @@ class Counsel:
         Returns:
             tokens [batch, n] int64, and probs, scores and evidence as `score` returns them; score 0 where there is nothing.
         """
-        classes = self._exponents[:, levels].clamp(1, _CONTINUED_CLASSES)
-        evidence = torch.where(was_followed, classes + (FIRST_CONTINUED - 1), NOT_CONTINUED)
-        probs = COPIED_PROB * was_followed.to(torch.float32).expand(evidence.shape)
-        depths = torch.arange(levels.start + 1, levels.stop + 1, device=evidence.device)
-        scores = self._calibrate(probs, depths, evidence) * was_followed
-        return self._precedent.tokens[:, levels], probs, scores, evidence
+        depths = torch.arange(levels.start + 1, levels.stop + 1, device=was_followed.device)
+        scored = score_continued(self._continued[:, levels], was_followed, depths, self._calibrate)
+        return self._precedent.tokens[:, levels], *scored

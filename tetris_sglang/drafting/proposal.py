@@ -80,7 +80,7 @@ class Proposal(NamedTuple):
     probs: Tensor | None = None
     """[batch, num_nodes] float32, the draft's own probability of each token; None: the scores are."""
     evidence: Tensor | None = None
-    """[batch, num_nodes] int64, what the request's text says of each token, see `drafting.precedent`; None: was not asked."""
+    """[batch, num_nodes] int64, what texts say of each token, see `drafting.precedent`; None: was not asked."""
 
 
 class Grid(NamedTuple):
@@ -155,27 +155,41 @@ def order_nodes(
     )
 
 
-def merge_branches(tokens: Tensor, probs: Tensor, max_nodes: int, calibrate: Calibrate = trust) -> Proposal:
+def merge_branches(
+    tokens: Tensor,
+    probs: Tensor,
+    max_nodes: int,
+    calibrate: Calibrate = trust,
+    evidence: Tensor | None = None,
+) -> Proposal:
     """The tree of several chains that part at the root.
 
     Args:
         tokens: [batch, branches, depth] int64, the first tokens of a request's branches all different.
         probs: [batch, branches, depth] float32, of each token given those before it on its branch.
         max_nodes: at most so many are kept.
+        evidence: [batch, branches, depth] int64, as in `Proposal`.
     Returns:
         Chains where there is one branch.
     Sync: none; CUDA-graph safe.
     """
     batch, branches, depth = tokens.shape
     device = tokens.device
-    calibrated = calibrate(probs, torch.arange(1, depth + 1, device=device), None)
+    calibrated = calibrate(probs, torch.arange(1, depth + 1, device=device), evidence)
     if branches == 1:
-        return Proposal(tokens[:, 0, :max_nodes], calibrated[:, 0, :max_nodes], None, probs[:, 0, :max_nodes])
+        chains = (
+            part if part is None else part[:, 0, :max_nodes] for part in (tokens, calibrated, probs, evidence)
+        )
+        tokens, scores, probs, evidence = chains
+        return Proposal(tokens, scores, None, probs, evidence)
     survival = survival_from_probs(calibrated.flatten(0, 1)).view_as(probs)
     index = torch.arange(depth * branches, device=device)
     parents = torch.where(index < branches, -1, index - branches).expand(batch, -1)
-    tokens, survival, probs = (t.transpose(1, 2).reshape(batch, -1) for t in (tokens, survival, probs))
-    return order_nodes(tokens, survival, parents, index // branches + 1, max_nodes, probs)
+    tokens, survival, probs, evidence = (
+        part if part is None else part.transpose(1, 2).reshape(batch, -1)
+        for part in (tokens, survival, probs, evidence)
+    )
+    return order_nodes(tokens, survival, parents, index // branches + 1, max_nodes, probs, evidence)
 
 
 def tree_survival(probs: Tensor, parents: Tensor, max_depth: int) -> Tensor:

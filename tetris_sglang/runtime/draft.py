@@ -286,8 +286,7 @@ class ModelDraft:
         """
         if depth == 0:
             rows = batch.req_pool_indices
-            precedent = self.find_precedent(rows, batch.seq_lens, batch.seq_lens_cpu, 0)
-            return continue_texts(precedent, self.calibrate(rows))
+            return continue_texts(self.texts.recent.find(rows, self.num_continued), self.calibrate(rows))
         window = read_window(batch.spec_info)
         if self._missed.num_tokens:
             self._catch_up(batch)
@@ -306,7 +305,7 @@ class ModelDraft:
         ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
         first = self._plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
         rest = self._plan_branches(batch, places, ends, ends_cpu) if depth > 1 else None
-        precedent = self.find_precedent(batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, depth)
+        precedent = self.find_precedent(batch.req_pool_indices, depth)
         return self.run(first, rest, window, places, noise, precedent, depth, self.forward_model)
 
     def locate(self, window: Window, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
@@ -328,13 +327,9 @@ class ModelDraft:
         branch_slots = table[rows, columns].to(torch.int64).unflatten(1, (self.topk, depth - 1))
         return Places(positions, slots, end, branch_slots)
 
-    def find_precedent(
-        self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor | None, depth: int
-    ) -> Precedent | None:
-        """See `RequestTexts.find_precedent`; as deep as `depth` passes draft."""
-        if self.texts is None:
-            return None
-        return self.texts.find_precedent(rows, seq_lens, seq_lens_cpu, depth + self.num_continued)
+    def find_precedent(self, rows: Tensor, depth: int) -> Precedent | None:
+        """Of the requests in these slots [batch], as deep as `depth` passes draft; see `RecentTexts.find`."""
+        return None if self.texts is None else self.texts.recent.find(rows, depth + self.num_continued)
 
     def run(
         self,

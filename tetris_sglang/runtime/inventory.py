@@ -226,9 +226,13 @@ SYMBOLS: tuple[Symbol, ...] = (
             "eos_token_ids",
             "get_fill_ids",
             "extend_batch_idx",
+            "rid",
+            "extra_key",
+            "kv",
         ),
-        "min_new_tokens per verified row; n-gram drafts; prefixes that are drafted again",
+        "min_new_tokens per verified row; texts, whose they are and who may read them; prefixes that are drafted again",
     ),
+    Symbol(_SRT + "managers.schedule_batch.ReqKvInfo", ("req_pool_idx",), "a request's slot, on the host"),
     Symbol(
         _SRT + "managers.schedule_batch.ScheduleBatch",
         (
@@ -335,6 +339,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "target_worker",
             "_draft_worker",
             "_target_worker",
+            "clear_cache_pool",
             "on_verify_complete_cpu",
             "spec_v2_attn_backends",
         ),

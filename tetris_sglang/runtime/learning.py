@@ -16,6 +16,7 @@ from tetris_sglang.drafting import (
     Calibrate,
     Grid,
     Proposal,
+    is_copied,
 )
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.selection import (
@@ -82,7 +83,7 @@ class RequestsCalibration(NamedTuple):
         if evidence is None:
             return self.calibration.apply(probs, depths, offsets)
         # The draft gave copied tokens no score.
-        log_odds = self.calibration.log_odds(probs, depths).masked_fill_(evidence >= FIRST_COPIED, 0.0)
+        log_odds = self.calibration.log_odds(probs, depths).masked_fill_(is_copied(evidence), 0.0)
         worth = self.evidence.offsets(self.kinds(evidence))
         return log_odds.add_(offsets + worth).sigmoid_().nan_to_num_(nan=0.0)
 
@@ -146,7 +147,7 @@ class AcceptanceLearner:
         self.history.observe(rows, calibrated, judged.reached, judged.accepted)
         if kinds is not None:
             self.evidence.observe(calibrate.kinds(kinds), calibrated, judged.reached, judged.accepted)
-            judged = judged._replace(reached=judged.reached & (kinds < FIRST_COPIED))
+            judged = judged._replace(reached=judged.reached & ~is_copied(kinds))
         self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
         self._num_requests += len(probs)
         if len(self._steps) == _MOST_STEPS or self._num_requests >= _MOST_REQUESTS:

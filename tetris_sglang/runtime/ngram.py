@@ -1,4 +1,4 @@
-"""Drafting without a model: what followed the last time the request's own text ended as it ends now."""
+"""Drafting without a model: what followed the last time a text, first of all the request's own, ended as it ends now."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from torch import Tensor
 
-from tetris_sglang.drafting import CalibrateRequests, Proposal, merge_branches, propose_by_lookup, trust_all
+from tetris_sglang.drafting import (
+    CalibrateRequests,
+    Proposal,
+    continue_texts,
+    estimate_probs,
+    look_up,
+    merge_branches,
+    put_others,
+    trust_all,
+)
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.windows import Window, make_draft_input
@@ -17,7 +26,7 @@ class NgramDraft:
     """Looks up the requests' texts on the device.
 
     Differs from upstream's NGRAM (sglang/srt/speculative/ngram_worker.py): that one asks a corpus on the host, and waits
-    for the last step's tokens to get there.
+    for the last step's tokens to get there. And it takes another request's text only where that shares much more.
 
     Args:
         topk: branches per request. num_draft_tokens: columns of the grid.
@@ -45,17 +54,21 @@ class NgramDraft:
 
     def propose(self, batch, depth: int) -> Proposal:
         """See `ModelDraft.propose`."""
-        found = propose_by_lookup(
+        rows = batch.req_pool_indices
+        precedent, calibrate = self.texts.recent.find(rows, depth), self.calibrate(rows)
+        if self._topk == 1:
+            return continue_texts(precedent, calibrate)
+        own = look_up(
             self.texts.tokens,
-            batch.req_pool_indices,
+            rows,
             batch.seq_lens + 1,
             depth=depth,
             branches=self._topk,
             window=self.texts.window(batch.seq_lens_cpu),
         )
-        return merge_branches(
-            found.tokens, found.probs, self.count_nodes(depth), self.calibrate(batch.req_pool_indices)
-        )
+        probs = estimate_probs(own.match_lens, own.agreeing, own.known)
+        tokens, probs, evidence = put_others(own.tokens, probs, precedent)
+        return merge_branches(tokens, probs, self.count_nodes(depth), calibrate, evidence)
 
     def after_verify(
         self, batch, accepted: AcceptedTokens, hidden_states: None, qo_indptr: Tensor, depth: int

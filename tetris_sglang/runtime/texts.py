@@ -1,13 +1,15 @@
-"""Every running request's tokens on the device, so that a step looks things up in them without waiting for the host."""
+"""Every request's tokens on the device, so that a step looks things up in them without waiting for the host."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import blake2b
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting import Precedent, find_precedent
+from tetris_sglang.drafting import RecentTexts
 from tetris_sglang.runtime.host_copy import send
 
 WINDOW = 2048
@@ -15,19 +17,23 @@ WINDOW = 2048
 
 
 class RequestTexts:
-    """Prompt and output of the request in every slot.
+    """Prompt and output of the request in every slot, and what others, running or ended, have to say to it.
+
+    Requests whose prefixes SGLang's cache keeps apart (`extra_key`, OpenAI's `cache_salt`) find nothing in each other's texts.
 
     Args:
-        req_to_token_pool: SGLang's, whose slots these are.
+        req_to_token_pool: SGLang's, whose slots these are. vocab_size: of the target.
         most_emitted: tokens that a step writes per request: behind a text's end, some that are not part of it.
     """
 
-    def __init__(self, req_to_token_pool, most_emitted: int) -> None:
+    def __init__(self, req_to_token_pool, vocab_size: int, most_emitted: int) -> None:
         slots, columns = req_to_token_pool.req_to_token.shape
         self.tokens = torch.zeros(
             (slots, columns + most_emitted), dtype=torch.int32, device=req_to_token_pool.req_to_token.device
         )
         """[slots, columns], a text from column 0 on."""
+        self.recent = RecentTexts(slots, vocab_size, self.tokens.device)
+        """Where precedents are found."""
 
     def add_prompts(self, batch, next_token_ids: Tensor) -> None:
         """Write down what an extend batch read, prefixes from the cache included, and the token after it.
@@ -45,20 +51,38 @@ class RequestTexts:
         rows = batch.req_pool_indices.repeat_interleave(send(lens, device), output_size=sum(lens))
         self.tokens[rows, send(columns, device)] = send(torch.cat(texts).to(torch.int32), device)
         self.tokens[batch.req_pool_indices, batch.seq_lens] = next_token_ids.to(torch.int32)
+        self._begin(batch.reqs, batch.req_pool_indices, texts, next_token_ids)
 
-    def append(self, batch, target_tokens: Tensor) -> None:
+    def _begin(self, reqs: Sequence, rows: Tensor, texts: Sequence[Tensor], next_token_ids: Tensor) -> None:
+        """Tell the recent texts of an extend batch."""
+        device = self.tokens.device
+        places = self.recent.place(
+            [req.kv.req_pool_idx for req in reqs],
+            [req.rid for req in reqs],
+            [_space(req.extra_key) for req in reqs],
+        )
+        self.recent.begin(rows, send(places, device))
+        ends = [text[1 - self.recent.width :].to(torch.int32) for text in texts]
+        counts = send([len(end) for end in ends], device)
+        # One more column for the token after each.
+        ends = torch.nn.functional.pad(torch.nn.utils.rnn.pad_sequence(ends, batch_first=True), (0, 1))
+        tokens = send(ends, device).scatter_(1, counts[:, None], next_token_ids.to(torch.int32)[:, None])
+        self.recent.append(rows, tokens, counts + 1)
+
+    def append(self, batch, target_tokens: Tensor, counts: Tensor) -> None:
         """Write down what a decode batch emitted.
 
         Args:
             batch: the ScheduleBatch, its lengths still those of before, without the root.
-            target_tokens: [batch, n], the accepted tokens and the bonus token first. What stands behind them lies beyond
-                the text, too, until it is overwritten.
+            target_tokens: [batch, n], the emitted tokens first. What stands behind them lies beyond the text, too, until it is
+                overwritten.
+            counts: [batch], tokens that were emitted.
         Sync: none.
         """
-        columns = torch.arange(1, target_tokens.shape[1] + 1, device=batch.seq_lens.device)
-        self.tokens[batch.req_pool_indices[:, None], batch.seq_lens[:, None] + columns] = target_tokens.to(
-            torch.int32
-        )
+        places = torch.arange(target_tokens.shape[1], device=batch.seq_lens.device)
+        rows = batch.req_pool_indices
+        self.tokens[rows[:, None], batch.seq_lens[:, None] + (places + 1)] = target_tokens.to(torch.int32)
+        self.recent.append(rows, target_tokens, counts)
 
     def count(self, rows: Tensor, starts: Tensor, ends: Tensor, most: int, vocab_size: int) -> Tensor:
         """How often each token stands in a part of a text.
@@ -90,13 +114,9 @@ class RequestTexts:
             return window
         return min(window, 1 << int(seq_lens_cpu.max() + 1).bit_length())
 
-    def find_precedent(
-        self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor | None, depth: int
-    ) -> Precedent:
-        """See `drafting.find_precedent`.
 
-        Args:
-            rows: [batch], the requests' slots. seq_lens: [batch], without the root, and the same on the host if known.
-        Sync: none; CUDA-graph safe without seq_lens_cpu.
-        """
-        return find_precedent(self.tokens, rows, seq_lens + 1, depth=depth, window=self.window(seq_lens_cpu))
+def _space(extra_key: str | None) -> int:
+    """The same number for the same key in every process; 0 for none."""
+    if not extra_key:
+        return 0
+    return int.from_bytes(blake2b(extra_key.encode(), digest_size=8).digest(), "little", signed=True)

@@ -125,7 +125,9 @@ class TetrisWorker(BaseSpecWorker):
             if self._draft_worker is not None:
                 check_kv_pool(self._draft_worker.draft_runner.token_to_kv_pool)
         pool = self._target_worker.model_runner.req_to_token_pool
-        self._texts = RequestTexts(pool, self.speculative_num_draft_tokens)
+        self._texts = RequestTexts(
+            pool, self._target_worker.model_runner.model_config.vocab_size, self.speculative_num_draft_tokens
+        )
         # The worker's, which is resolved and the same on all ranks; the arguments have what was given.
         self._seeds = RequestSeeds(
             len(pool.req_to_token), self._target_worker.random_seed, get_parallel().dp_rank, self.device
@@ -182,6 +184,10 @@ class TetrisWorker(BaseSpecWorker):
         self.planner.after_result(accepted)
         if self.recorder is not None:
             self.recorder.write()
+
+    def clear_cache_pool(self) -> None:
+        """SGLang's cache is flushed: what requests wrote goes with it."""
+        self._texts.recent.forget()
 
     # -- the two kinds of iteration --------------------------------------------------------------------------------
 
@@ -287,7 +293,7 @@ class TetrisWorker(BaseSpecWorker):
                 compute_logprobs(batch, logits_output, logprob_logits, accepted, packed, most_drafts)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
-            self._texts.append(batch, accepted.target_tokens)
+            self._texts.append(batch, accepted.target_tokens[:, : most_drafts + 1], accept_lens)
             rows = batch.req_pool_indices
             if self.recorder is not None:
                 self.recorder.add(proposal, grid, accepted, packed.verify_lens, rows, depth)

@@ -95,7 +95,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             rows, seq_lens = buffers.req_pool_indices[:size], buffers.seq_lens[:size]
             noise = RequestNoise(self._seeds[:size], self._scales[:size])
             places = self._draft.locate(window, seq_lens, rows, depth)
-            precedent = self._draft.find_precedent(rows, seq_lens, None, depth)
+            precedent = self._draft.find_precedent(rows, depth)
             # Each pass replaces the states that the others read.
             first.spec_info.hidden_states = (
                 None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
