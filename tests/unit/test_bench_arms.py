@@ -323,7 +323,7 @@ def test_bench_serving_knows_every_argument(plugins, tmp_path, monkeypatch):
 def test_automatic_arms_with_chains_that_go_on_from_the_text():
     settings = make_settings(arms="auto", num_steps=4, continued="0,5", drafts="eagle,ngram")
     arms = [arm for arm in settings.build_arms() if arm.family == "auto"]
-    assert [arm.name for arm in arms] == ["auto eagle D=4", "auto eagle D=4+5", "auto ngram D=4"]
+    assert [arm.name for arm in arms] == ["auto eagle D=4", "auto eagle D=4+5", "auto ngram D=8"]
     flags = [arm.flags("folder", phase_times=False) for arm in arms[:2]]
     assert [one[-2:] for one in flags] == [["--speculative-num-draft-tokens", str(n)] for n in (5, 10)]
     assert "--speculative-num-draft-tokens" not in arms[2].flags(None, phase_times=False)

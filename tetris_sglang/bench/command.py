@@ -59,7 +59,9 @@ def bench(
     ] = None,
     num_steps: Annotated[
         int,
-        typer.Option(help="Drafts per request in auto and with --capacity-tokens; levels of draft trees."),
+        typer.Option(
+            help="Drafts per request in auto (n-grams: twice as many) and with --capacity-tokens; levels of draft trees."
+        ),
     ] = 6,
     drafts: Annotated[
         str | None,

@@ -98,10 +98,11 @@ class Settings:
         for draft, topk in product(self.drafts, self.topk):
             depth = self.num_steps if topk > 1 else 0
             if "auto" in self.families:
-                for continued in self.continued if topk == 1 and draft != "ngram" else (0,):
-                    arms.append(
-                        Arm("auto", num_steps=self.num_steps, draft=draft, topk=topk, continued=continued)
-                    )
+                # Chains of n-grams are as long by default as those of models that go on from the text.
+                is_lookup = topk == 1 and draft == "ngram"
+                num_steps = 2 * self.num_steps if is_lookup else self.num_steps
+                for continued in self.continued if topk == 1 and not is_lookup else (0,):
+                    arms.append(Arm("auto", num_steps=num_steps, draft=draft, topk=topk, continued=continued))
             for k in self.k:
                 arms += self._build_with_k(k, depth, draft, topk)
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 
 class StepPlan(NamedTuple):
-    """What a step does; decided on the host before it drafts."""
+    """What a step does; decided on the host."""
 
     depth: int
     """Passes of the draft, at most num_steps; 0: whatever is verified comes from the requests' own texts."""
@@ -53,10 +53,10 @@ class DraftLimits:
 
 
 class CapacityPolicy(Protocol):
-    """Decides a step's depth and capacity on the host before the step's draft runs.
+    """Decides a step's depth and capacity on the host before the step's draft runs, from what earlier steps have shown.
 
-    Only what earlier steps have shown may enter. A capacity that depended on this step's draft would need a
-    device sync, and with sampled drafts it would change the output distribution.
+    A capacity that depended on this step's draft would not change the output's distribution (docs/how-it-works.md), but on a GPU
+    the host would have to wait for the draft; where it has not, see `AutoCapacity.adjust`.
     """
 
     def choose(self, batch_size: int, limits: DraftLimits, context_tokens: float = 0.0) -> StepPlan:

@@ -48,7 +48,8 @@ class StepPlanner:
         self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str, ranks: Ranks
     ) -> None:
         self.policy, self._limits, self._metrics, self._ranks = policy, limits, metrics, ranks
-        self._clock = StepClock(on_cuda=device == "cuda")
+        self._on_cuda = device == "cuda"
+        self._clock = StepClock(self._on_cuda)
         self._auto = policy if isinstance(policy, AutoCapacity) else None
         if self._auto is not None:
             self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)
@@ -72,8 +73,8 @@ class StepPlanner:
         context_tokens = _count_context_tokens(batch)
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         plan = self._ranks.agree(plan)
-        rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
-        self._clock.describe(StepShape(batch_size, plan.depth, rows, context_tokens))
+        self._num_speculating, self._context_tokens = num_speculating, context_tokens
+        self._describe(plan, batch_size)
         if not plan.capacity_tokens:
             self._unconfirmed.append(None)
         return plan
@@ -84,10 +85,19 @@ class StepPlanner:
         most = num_speculating * self._limits.count_nodes(plan.depth) if num_speculating else 0
         return StepPlan(plan.depth, min(plan.capacity_tokens, most)) if most else StepPlan(0, 0)
 
-    def after_draft(self, proposal: Proposal, depth: int, capacity_tokens: int) -> None:
-        """Look at what a step drafted; later steps are planned from it."""
+    def _describe(self, plan: StepPlan, batch_size: int) -> None:
+        rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
+        self._clock.describe(StepShape(batch_size, plan.depth, rows, self._context_tokens))
+
+    def after_draft(self, proposal: Proposal, plan: StepPlan) -> StepPlan:
+        """Look at what a step drafted; later steps are planned from it.
+
+        Returns:
+            The plan, adjusted to the drafts where the host knows them without waiting.
+        """
         if self._auto is None:
-            return
+            return plan
+        depth, batch_size = plan.depth, len(proposal.tokens)
         survival = proposal.scores
         if proposal.shape is None:
             survival = survival_from_probs(survival)
@@ -97,9 +107,16 @@ class StepPlanner:
         else:
             depths = proposal.shape.depths[:, 1:]
         curves = HostCopy(measure_curves(survival, depths, depth, self._shares))
-        step = _DraftedStep(curves, len(survival), capacity_tokens)
+        if not self._on_cuda:
+            adjusted = self._auto.adjust(
+                plan, curves.tensors[0][-1].numpy(), batch_size, self._context_tokens
+            )
+            plan = self._ranks.agree(self._limit(adjusted, self._num_speculating))
+            self._describe(plan, batch_size)
+        step = _DraftedStep(curves, batch_size, plan.capacity_tokens)
         self._unread.append(step)
         self._unconfirmed.append(step)
+        return plan
 
     def after_result(self, accepted: int) -> None:
         """Drafts that the oldest step without a result had accepted have become known to the host."""

@@ -227,20 +227,19 @@ class TetrisWorker(BaseSpecWorker):
         self._seeds.give(batch)
 
         adjustment = self._request_weights.adjust(batch.reqs)
-        depth, capacity_tokens = self.planner.plan(
-            batch, batch_size if adjustment is None else adjustment.num_speculating
-        )
-        num_tokens = batch_size + capacity_tokens
-        tier = self._fit_rows(batch_size, num_tokens)
-
+        plan = self.planner.plan(batch, batch_size if adjustment is None else adjustment.num_speculating)
         proposal = draft_lens = None
-        if capacity_tokens:
+        if plan.capacity_tokens:
             with self.phases("draft"), self._draft_context():
-                proposal = self._draft.propose(batch, depth)
+                proposal = self._draft.propose(batch, plan.depth)
 
         with self.phases("select"):
             if proposal is not None:
-                self.planner.after_draft(proposal, depth, capacity_tokens)
+                plan = self.planner.after_draft(proposal, plan)
+            depth, capacity_tokens = plan
+            num_tokens = batch_size + capacity_tokens
+            tier = self._fit_rows(batch_size, num_tokens)
+            if proposal is not None:
                 draft_lens = self._operations.select_drafts(proposal, capacity_tokens, adjustment)
             # SGLang reads results in rows of a fixed width.
             max_depth = depth + self._draft.num_continued if capacity_tokens else 0
