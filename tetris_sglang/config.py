@@ -26,7 +26,7 @@ DEFAULT_NUM_STEPS = 6
 
 
 def default_continued(num_steps: int) -> int:
-    """Tokens by which chains go on from the request's own text where the capacity sets itself: as many as were drafted."""
+    """Tokens by which chains go on from recent texts where the capacity sets itself: as many as were drafted."""
     return max(0, min(num_steps, MAX_NUM_STEPS - num_steps))
 
 
@@ -184,7 +184,7 @@ SETTINGS: tuple[Setting, ...] = (
         _parse_draft,
         "KIND",
         "TETRIS: what drafts: standalone (a model of its own), eagle, eagle3 (heads on the target's states), mtp (the target's "
-        "own prediction layers), ngram (no model: what followed before in the request's own text), or auto: found out "
+        "own prediction layers), ngram (no model: what followed before in recent texts), or auto: found out "
         "from the models; ngram without --speculative-draft-model-path. Default: auto.",
     ),
     Setting(

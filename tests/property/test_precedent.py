@@ -21,6 +21,8 @@ from tetris_sglang.drafting import (
     is_copied,
     is_precedents,
     least_passes,
+    trust,
+    trust_match_lens,
 )
 from tetris_sglang.drafting.precedent import COPIED_PROB, MAX_MATCH
 from tetris_sglang.runtime.learning import RequestsCalibration
@@ -171,6 +173,15 @@ def test_texts_go_on_by_themselves_where_there_is_a_precedent(seed, batch, num_c
         assert proposal.scores[request].tolist() == pytest.approx([0.6] * num_continued)
         assert proposal.probs[request].tolist() == [COPIED_PROB] * num_continued
         assert needed[request].tolist() == [0] * num_continued
+
+
+def test_without_calibration_a_longer_match_is_believed_more():
+    precedent = Precedent(torch.tensor([[3, 9], [4, 8], [5, 7]]), torch.tensor([0, 2, 8]))
+    probs = trust_match_lens(precedent.match_lens[:, None] + torch.arange(2))
+    proposal = continue_texts(precedent, trust, probs)
+    assert torch.equal(proposal.scores[1:], probs[1:]) and torch.equal(proposal.scores, proposal.probs)
+    assert proposal.scores[0].tolist() == [0, 0]
+    assert probs[1, 0] < probs[1, 1] < probs[2, 0] < probs[2, 1]
 
 
 SHAPES = st.tuples(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))

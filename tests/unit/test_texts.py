@@ -109,7 +109,7 @@ def test_what_another_request_wrote_is_a_precedent_until_it_is_forgotten():
     texts.add_prompts(make_batch([3], known), torch.tensor([7]))
     found = texts.recent.find(torch.tensor([0, 3]), 2)
     assert (found.match_lens.tolist(), found.tokens[0, 0].item()) == ([2, 1], 6)
-    texts.recent.forget()
+    texts.forget()
     assert texts.recent.find(torch.tensor([0]), 2).match_lens.tolist() == [0]
 
 

@@ -75,7 +75,7 @@ def bench(
     continued: Annotated[
         str | None,
         typer.Option(
-            help="Tokens by which auto's chains go on from the request's own text, behind the model's; 0: not at all.",
+            help="Tokens by which auto's chains go on from recent texts, behind the model's; 0: not at all.",
             show_default="as --num-steps, which is the server's",
         ),
     ] = None,

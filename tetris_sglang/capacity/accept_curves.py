@@ -47,7 +47,7 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
 class AcceptCurves:
     """Moving averages of `measure_curves` on the host.
 
-    What the requests' own texts hold (depth 0) comes and goes; steps without the draft change nothing that is known of the
+    What recent texts hold (depth 0) comes and goes; steps without the draft change nothing that is known of the
     draft.
 
     Until something was measured, every draft token is taken to be accepted with probability 0.6.

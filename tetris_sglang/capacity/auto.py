@@ -5,7 +5,8 @@ Each step maximises expected tokens emitted per second,
     (B + expected accepted drafts(depth, C)) / t(B, depth, B + C),
 
 over plain decoding (depth 0, C = 0) and all depths and capacities (docs/capacity.md derives it). Both parts come from
-earlier steps; where the host sees what a step drafted without waiting for it, C is then adjusted to that. Where chains go on from the requests' own texts, so can the root itself: depth 0 with C > 0.
+earlier steps; where the host sees what a step drafted without waiting for it, C is then adjusted to that. Where chains go
+on from recent texts, so can the root itself: depth 0 with C > 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PROBE_STEPS = 2
 _FIRST_PROBE_AFTER, _LAST_PROBE_AFTER = 64, 2048
 """Plain steps before a probe: each probe that changes nothing doubles them."""
 _LOOK_AT_TEXTS_EVERY = 16
-"""Plain steps after which one verifies a few tokens from the requests' own texts, which no pass has to draft."""
+"""Plain steps after which one verifies a few tokens from recent texts, which no pass has to draft."""
 _REQUESTS_PER_LOOK = 8
 """Requests that share one such token."""
 _DRAW_EVERY = 8

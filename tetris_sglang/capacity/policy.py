@@ -11,7 +11,7 @@ class StepPlan(NamedTuple):
     """What a step does; decided on the host."""
 
     depth: int
-    """Passes of the draft, at most num_steps; 0: whatever is verified comes from the requests' own texts."""
+    """Passes of the draft, at most num_steps; 0: whatever is verified comes from recent texts."""
     capacity_tokens: int
     """Draft tokens verified over the whole batch, roots excluded; 0: a plain decoding step, and depth is 0."""
 
@@ -25,7 +25,7 @@ class DraftLimits:
     """What a server can draft and verify.
 
     depths: to which it can draft, ascending; captured passes go to the full depth only. 0 is among them where chains go on
-        from the requests' own texts, which needs no pass.
+        from recent texts, which needs no pass.
     count_nodes: depth -> tokens drafted per request.
     fit_rows: (batch_size, rows) -> rows that a target's pass for them has (those of its graph); None: as many as asked for.
     num_continued: tokens of a chain behind those that its passes draft.

@@ -11,6 +11,7 @@ from tetris_sglang.drafting.ngram import (
     estimate_probs,
     look_up,
     propose_by_lookup,
+    trust_match_lens,
 )
 from tetris_sglang.drafting.ngram_reference import (
     ReferenceBranch,
@@ -88,4 +89,5 @@ __all__ = [
     "tree_survival",
     "trust",
     "trust_all",
+    "trust_match_lens",
 ]

@@ -11,7 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting.precedent import Choice, Counsel, Precedent, continued_evidence, score_continued
+from tetris_sglang.drafting.precedent import (
+    COPIED_PROB,
+    Choice,
+    Counsel,
+    Precedent,
+    continued_evidence,
+    score_continued,
+)
 from tetris_sglang.drafting.proposal import Calibrate, Proposal, order_nodes, trust
 from tetris_sglang.selection.survival import as_probability
 
@@ -79,14 +86,19 @@ class ChainGrower:
         return Proposal(tokens, scores, None, probs, evidence)
 
 
-def continue_texts(precedent: Precedent, calibrate: Calibrate) -> Proposal:
+def continue_texts(
+    precedent: Precedent, calibrate: Calibrate, probs: Tensor | float = COPIED_PROB
+) -> Proposal:
     """Chains that are the precedents themselves: no draft was asked.
 
+    Args:
+        probs: [batch, depth] float32, or one for all: what to believe of their tokens without calibration.
     Example: precedent tokens [[3, 9, 1]], match_lens [2] -> tokens [[3, 9, 1]]; match_lens [0] -> scores [[0, 0, 0]]
     """
     depths = torch.arange(1, precedent.tokens.shape[1] + 1, device=precedent.tokens.device)
     exists = (precedent.match_lens > 0)[:, None]
-    probs, scores, evidence = score_continued(continued_evidence(precedent), exists, depths, calibrate)
+    scored = score_continued(continued_evidence(precedent), exists, depths, calibrate, probs)
+    probs, scores, evidence = scored
     return Proposal(precedent.tokens, scores, None, probs, evidence)
 
 

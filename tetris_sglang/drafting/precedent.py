@@ -111,18 +111,22 @@ def continued_evidence(precedent: Precedent) -> Tensor:
 
 
 def score_continued(
-    kinds: Tensor, was_followed: Tensor, depths: Tensor, calibrate: Calibrate
+    kinds: Tensor,
+    was_followed: Tensor,
+    depths: Tensor,
+    calibrate: Calibrate,
+    probs: Tensor | float = COPIED_PROB,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Calibrate tokens that no model was asked for.
 
     Args:
         kinds: [batch, n] int64, of `continued_evidence`. was_followed: [batch, 1] bool, whether there is something to continue.
-        depths: [n], from 1.
+        depths: [n], from 1. probs: [batch, n] float32, or one for all: what to believe without calibration.
     Returns:
         probs, scores and evidence as `Counsel.score` returns them; score 0 where there is nothing.
     """
     evidence = torch.where(was_followed, kinds, NOT_CONTINUED)
-    probs = COPIED_PROB * was_followed.to(torch.float32).expand(evidence.shape)
+    probs = probs * was_followed.to(torch.float32).expand(evidence.shape)
     return probs, calibrate(probs, depths, evidence) * was_followed, evidence
 
 

@@ -297,17 +297,17 @@ def _validate_chains(num_draft_tokens: int | None, num_steps: int, kind: str, co
     if not num_steps + 1 < num_draft_tokens <= MAX_NUM_STEPS + 1:
         raise ValueError(
             f"{given}: a chain has num_steps + 1 = {num_steps + 1} tokens, or more, up to {MAX_NUM_STEPS + 1}, of which those "
-            f"beyond continue what stood in the request's own text. Leave the former out, or draft trees with "
+            f"beyond continue what stood in a recent text. Leave the former out, or draft trees with "
             f"--speculative-eagle-topk."
         )
     if kind == draft_kind.NGRAM:
         raise ValueError(
-            f"{given}: n-grams draft all of a chain from the request's own text. Give --speculative-num-steps "
+            f"{given}: n-grams draft all of a chain from recent texts. Give --speculative-num-steps "
             f"{num_draft_tokens - 1}, and leave --speculative-num-draft-tokens out."
         )
     if not config.calibration:
         raise ValueError(
-            f"{given}: what continues the request's own text is scored by how it fared before, and "
+            f"{given}: what continues a text is scored by how it fared before, and "
             f"--speculative-tetris-calibration is off. Turn it on, or leave --speculative-num-draft-tokens out."
         )
 
@@ -355,7 +355,7 @@ def _validate_models(args, config: TetrisConfig) -> str:
     if draft_path == "":
         raise ValueError(
             "--speculative-draft-model-path is empty: give the path or hub name of a draft, or leave the flag out to draft "
-            "from n-grams of the request's own text."
+            "from n-grams of recent texts."
         )
     target = _load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
     _validate_architecture("--model-path", args.model_path, target)

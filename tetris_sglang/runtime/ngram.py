@@ -16,6 +16,7 @@ from tetris_sglang.drafting import (
     merge_branches,
     put_others,
     trust_all,
+    trust_match_lens,
 )
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.texts import RequestTexts
@@ -57,7 +58,8 @@ class NgramDraft:
         rows = batch.req_pool_indices
         precedent, calibrate = self.texts.recent.find(rows, depth), self.calibrate(rows)
         if self._topk == 1:
-            return continue_texts(precedent, calibrate)
+            shared = precedent.match_lens[:, None] + torch.arange(depth, device=rows.device)
+            return continue_texts(precedent, calibrate, trust_match_lens(shared))
         own = look_up(
             self.texts.tokens,
             rows,

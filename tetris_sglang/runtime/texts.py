@@ -24,15 +24,18 @@ class RequestTexts:
     Args:
         req_to_token_pool: SGLang's, whose slots these are. vocab_size: of the target.
         most_emitted: tokens that a step writes per request: behind a text's end, some that are not part of it.
+        are_searched: whether anything is looked up in them.
     """
 
-    def __init__(self, req_to_token_pool, vocab_size: int, most_emitted: int) -> None:
+    def __init__(
+        self, req_to_token_pool, vocab_size: int, most_emitted: int, are_searched: bool = True
+    ) -> None:
         slots, columns = req_to_token_pool.req_to_token.shape
         self.tokens = torch.zeros(
             (slots, columns + most_emitted), dtype=torch.int32, device=req_to_token_pool.req_to_token.device
         )
         """[slots, columns], a text from column 0 on."""
-        self.recent = RecentTexts(slots, vocab_size, self.tokens.device)
+        self.recent = RecentTexts(slots, vocab_size, self.tokens.device) if are_searched else None
         """Where precedents are found."""
 
     def add_prompts(self, batch, next_token_ids: Tensor) -> None:
@@ -51,7 +54,8 @@ class RequestTexts:
         rows = batch.req_pool_indices.repeat_interleave(send(lens, device), output_size=sum(lens))
         self.tokens[rows, send(columns, device)] = send(torch.cat(texts).to(torch.int32), device)
         self.tokens[batch.req_pool_indices, batch.seq_lens] = next_token_ids.to(torch.int32)
-        self._begin(batch.reqs, batch.req_pool_indices, texts, next_token_ids)
+        if self.recent is not None:
+            self._begin(batch.reqs, batch.req_pool_indices, texts, next_token_ids)
 
     def _begin(self, reqs: Sequence, rows: Tensor, texts: Sequence[Tensor], next_token_ids: Tensor) -> None:
         """Tell the recent texts of an extend batch."""
@@ -82,7 +86,13 @@ class RequestTexts:
         places = torch.arange(target_tokens.shape[1], device=batch.seq_lens.device)
         rows = batch.req_pool_indices
         self.tokens[rows[:, None], batch.seq_lens[:, None] + (places + 1)] = target_tokens.to(torch.int32)
-        self.recent.append(rows, target_tokens, counts)
+        if self.recent is not None:
+            self.recent.append(rows, target_tokens, counts)
+
+    def forget(self) -> None:
+        """SGLang's cache is flushed: nothing is found any more in what requests wrote. Sync: none."""
+        if self.recent is not None:
+            self.recent.forget()
 
     def count(self, rows: Tensor, starts: Tensor, ends: Tensor, most: int, vocab_size: int) -> Tensor:
         """How often each token stands in a part of a text.

@@ -125,15 +125,19 @@ class TetrisWorker(BaseSpecWorker):
             if self._draft_worker is not None:
                 check_kv_pool(self._draft_worker.draft_runner.token_to_kv_pool)
         pool = self._target_worker.model_runner.req_to_token_pool
+        are_searched = self._draft_worker is None or self.config.calibration
         self._texts = RequestTexts(
-            pool, self._target_worker.model_runner.model_config.vocab_size, self.speculative_num_draft_tokens
+            pool,
+            self._target_worker.model_runner.model_config.vocab_size,
+            self.speculative_num_draft_tokens,
+            are_searched,
         )
         # The worker's, which is resolved and the same on all ranks; the arguments have what was given.
         self._seeds = RequestSeeds(
             len(pool.req_to_token), self._target_worker.random_seed, get_parallel().dp_rank, self.device
         )
         install_sampler(self._target_worker.model_runner, self._operations.draw)
-        if self._draft_worker is None or self.config.calibration:
+        if are_searched:
             self._draft.texts = self._texts
         if self._draft_worker is not None:
             self._draft.alloc_missed(pool, self._ranks)
@@ -187,7 +191,7 @@ class TetrisWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         """SGLang's cache is flushed: what requests wrote goes with it."""
-        self._texts.recent.forget()
+        self._texts.forget()
 
     # -- the two kinds of iteration --------------------------------------------------------------------------------
 

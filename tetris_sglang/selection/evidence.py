@@ -1,7 +1,7 @@
 """What a kind of evidence about a drafted token is worth: an offset in log-odds for each kind, learnt online.
 
 Of two tokens with the same score at the same depth, the one that something else speaks for is the likelier one (for example
-a precedent in the request's own text, drafting/precedent.py). With p the probability including the offset so far, every
+a precedent in a recent text, drafting/precedent.py). With p the probability including the offset so far, every
 judged token of a kind moves that kind's offset by
 
     (accepted - p) / precision,    precision = 1 / deviation^2 + sum of p (1 - p) over this kind's tokens so far

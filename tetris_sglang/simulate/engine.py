@@ -35,7 +35,7 @@ class StepPlans(NamedTuple):
     has_draft: bool
     """A draft is served, and prefills every prompt."""
     goes_on: bool = False
-    """Chains go on from the requests' own texts behind the draft's passes, or without any."""
+    """Chains go on from recent texts behind the draft's passes, or without any."""
 
 
 class Setup(NamedTuple):

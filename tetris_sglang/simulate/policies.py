@@ -4,7 +4,7 @@
 `tetrisK+E` (K + E drafted, K per request on average chosen batch-wide), `tetrisD@C` (D drafted, C chosen of the whole batch),
 `auto` (depth and capacity by batch size).
 
-`auto` lets chains go on from the requests' own texts, where the trace has such; the others do not.
+`auto` lets chains go on from recent texts, where the trace has such; the others do not.
 
 It is the policy that AutoCapacity converges to: it maximises the same objective, with the mean acceptances of the traces and
 the true step times in place of learnt ones. Learning, probes, hysteresis and the uncertainty of step times are not in it.
