@@ -150,7 +150,7 @@ OVERVIEW = (
     Setting("every other request at temperature 1, 96 tokens", ("capacity_unlike.json",)),
     Setting("EAGLE head, greedy, 96 tokens", ("heads_auto.json",), "eagle"),
     Setting("EAGLE3 head, greedy, 96 tokens", ("heads_auto.json",), "eagle3"),
-    Setting("n-grams (D = 6), greedy, 96 tokens", ("heads_auto.json",), "ngram"),
+    Setting("n-grams, greedy, 96 tokens", ("heads_auto.json", "ngrams_auto.json"), "ngram"),
     Setting("useless draft, greedy, 64 tokens", ("capacity_drafts.json",), "useless"),
     Setting("perfect draft, greedy, 64 tokens", ("capacity_drafts.json", "capacity_perfect.json"), "perfect"),
 )

@@ -261,7 +261,7 @@ def test_poisson_arrivals_are_cells_of_their_own(results):
 @pytest.mark.parametrize(
     "name",
     [
-        *("serving", "drafts", "heads", "heads_auto"),
+        *("serving", "drafts", "heads", "heads_auto", "ngrams_auto"),
         *(f"capacity_{name}" for name in ("16", "32", "long", "drafts", "loads", "sampled", "unlike")),
         *("capacity_perfect", "capacity_useless"),
     ],
