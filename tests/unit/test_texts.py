@@ -4,6 +4,7 @@ import random
 from array import array
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tetris_sglang.drafting import FIRST_COPIED, INITIAL_OFFSETS, Grid, Proposal
@@ -28,6 +29,7 @@ def make_batch(slots: list[int], texts: dict[int, list[int]]):
             SimpleNamespace(
                 get_fill_ids=lambda ids=ids: ids,
                 extra_key=None,
+                cache_salt=None,
                 rid=f"{slot}: {ids.tolist()}",
                 kv=SimpleNamespace(req_pool_idx=slot),
             )
@@ -88,7 +90,8 @@ def test_of_a_long_prompt_the_end_is_searched():
     assert (found.match_lens.tolist(), found.tokens.tolist()) == ([2], [[7, 8]])
 
 
-def test_what_another_request_wrote_is_a_precedent_until_it_is_forgotten():
+@pytest.mark.parametrize("key", ["extra_key", "cache_salt"])
+def test_what_another_request_wrote_is_a_precedent_until_it_is_forgotten(key):
     """Whichever wrote it: prompt, steps, or one that is gone; not across cache salts."""
     texts, known = make_texts(), {3: [1, 2, 3], 0: [8, 4, 5], 2: [9, 4, 5]}
     texts.add_prompts(make_batch([3], known), torch.tensor([3]))
@@ -101,7 +104,7 @@ def test_what_another_request_wrote_is_a_precedent_until_it_is_forgotten():
         [True],
     )
     salted = make_batch([2], known)
-    salted.reqs[0].extra_key = "another tenant's"
+    setattr(salted.reqs[0], key, "another tenant's")
     texts.add_prompts(salted, torch.tensor([5]))
     assert texts.recent.find(torch.tensor([2]), 2).match_lens.tolist() == [0]
     # The slot's next request: what the one before wrote is still known.

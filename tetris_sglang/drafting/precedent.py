@@ -43,10 +43,9 @@ _KINDS = NOT_CONTINUED + 1
 NUM_EVIDENCE = 2 * _KINDS
 COPIED_PROB = 0.5
 """What stands for the model's probability of a copied or continued token. Calibrated, it is worth what its kind has been."""
-_COPIED_OFFSETS = (-3.0, -2.5, -2.0, -1.5)
 INITIAL_OFFSETS = (
-    *(*[0.0] * FIRST_COPIED, *_COPIED_OFFSETS, 0.0, 0.0, 0.5, 1.0, 1.5, 0.0),
-    *(*[0.0] * FIRST_COPIED, *_COPIED_OFFSETS, -1.5, -0.5, 0.0, 0.5, 1.0, 0.0),
+    *(*[0.0] * FIRST_COPIED, -3.0, -2.5, -2.0, -1.5, 0.0, 0.0, 0.5, 1.0, 1.5, 0.0),
+    *(*[0.0] * FIRST_COPIED, -4.0, -3.5, -3.0, -2.5, -1.5, -0.5, 0.0, 0.5, 1.0, 0.0),
 )
 """Log-odds of each kind before anything was seen. A copied token counts for little: drafts that contradict the text have to
 fail first, so a draft that is always right keeps all of its tokens. A continued one takes no model's place."""

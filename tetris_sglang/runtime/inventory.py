@@ -228,6 +228,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "extend_batch_idx",
             "rid",
             "extra_key",
+            "cache_salt",
             "kv",
         ),
         "min_new_tokens per verified row; texts, whose they are and who may read them; prefixes that are drafted again",

@@ -19,7 +19,7 @@ WINDOW = 2048
 class RequestTexts:
     """Prompt and output of the request in every slot, and what others, running or ended, have to say to it.
 
-    Requests whose prefixes SGLang's cache keeps apart (`extra_key`, OpenAI's `cache_salt`) find nothing in each other's texts.
+    Requests whose prefixes SGLang's cache keeps apart (`extra_key`, `cache_salt`) find nothing in each other's texts.
 
     Args:
         req_to_token_pool: SGLang's, whose slots these are. vocab_size: of the target.
@@ -63,7 +63,7 @@ class RequestTexts:
         places = self.recent.place(
             [req.kv.req_pool_idx for req in reqs],
             [req.rid for req in reqs],
-            [_space(req.extra_key) for req in reqs],
+            [_space(req) for req in reqs],
         )
         self.recent.begin(rows, send(places, device))
         ends = [text[1 - self.recent.width :].to(torch.int32) for text in texts]
@@ -125,8 +125,9 @@ class RequestTexts:
         return min(window, 1 << int(seq_lens_cpu.max() + 1).bit_length())
 
 
-def _space(extra_key: str | None) -> int:
-    """The same number for the same key in every process; 0 for none."""
-    if not extra_key:
+def _space(req) -> int:
+    """The same number for requests that SGLang's prefix cache lets share, in every process; 0 where nothing was said."""
+    keys = req.extra_key, req.cache_salt
+    if not any(keys):
         return 0
-    return int.from_bytes(blake2b(extra_key.encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(blake2b(repr(keys).encode(), digest_size=8).digest(), "little", signed=True)
