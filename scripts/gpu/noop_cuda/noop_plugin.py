@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 logger = logging.getLogger(__name__)
 BAD_INDEX = "no-op CUDA: an index out of range in"
 
-# Weights and pools stay as they are: their values decide nothing here, and their pages would have to be backed.
-MAX_BYTES = 16 << 20
+# Weights and pools stay as they are: their values decide nothing here, and their pages would have to be backed. The index of recent
+# texts (32 MB) is looked into, so it has to be right.
+MAX_BYTES = 40 << 20
 
 # They change what a tensor is rather than what it holds, or read the device's own state.
 _NATIVE = frozenset(
