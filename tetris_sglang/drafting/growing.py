@@ -97,8 +97,8 @@ def continue_texts(
     """
     depths = torch.arange(1, precedent.tokens.shape[1] + 1, device=precedent.tokens.device)
     exists = (precedent.match_lens > 0)[:, None]
-    scored = score_continued(continued_evidence(precedent), exists, depths, calibrate, probs)
-    probs, scores, evidence = scored
+    kinds = continued_evidence(precedent)
+    probs, scores, evidence = score_continued(kinds, exists, depths, calibrate, probs)
     return Proposal(precedent.tokens, scores, None, probs, evidence)
 
 

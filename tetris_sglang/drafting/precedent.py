@@ -183,13 +183,10 @@ class Counsel:
         self._calibrate, self._precedent = calibrate, precedent
         self.num_levels = precedent.tokens.shape[1]
         # For all levels at once: there is little to each, so it costs what launching it takes.
-        exponents, first_kinds = _length_exponents(precedent), _first_kinds(precedent)
-        classes = exponents.clamp_max(_LENGTH_CLASSES)
-        self._contradicted, self._copied = (
-            2 * classes + first_kinds,
-            classes + (FIRST_COPIED - 1) + first_kinds,
-        )
-        self._continued = _continued_kinds(exponents) + first_kinds
+        self._exponents, self._first_kinds = _length_exponents(precedent), _first_kinds(precedent)
+        classes = self._exponents.clamp_max(_LENGTH_CLASSES)
+        self._contradicted = 2 * classes + self._first_kinds
+        self._copied = classes + (FIRST_COPIED - 1) + self._first_kinds
         self.exists = (precedent.match_lens > 0)[:, None]
         """[batch, 1] bool, whether there is one: at level 0 it is followed so far."""
 
@@ -249,5 +246,6 @@ class Counsel:
             tokens [batch, n] int64, and probs, scores and evidence as `score` returns them; score 0 where there is nothing.
         """
         depths = torch.arange(levels.start + 1, levels.stop + 1, device=was_followed.device)
-        scored = score_continued(self._continued[:, levels], was_followed, depths, self._calibrate)
+        kinds = _continued_kinds(self._exponents[:, levels]) + self._first_kinds
+        scored = score_continued(kinds, was_followed, depths, self._calibrate)
         return self._precedent.tokens[:, levels], *scored

@@ -11,9 +11,8 @@ from tetris_sglang.drafting import (
     CalibrateRequests,
     Proposal,
     continue_texts,
-    estimate_probs,
-    look_up,
     merge_branches,
+    propose_by_lookup,
     put_others,
     trust_all,
     trust_match_lens,
@@ -60,7 +59,7 @@ class NgramDraft:
         if self._topk == 1:
             shared = precedent.match_lens[:, None] + torch.arange(depth, device=rows.device)
             return continue_texts(precedent, calibrate, trust_match_lens(shared))
-        own = look_up(
+        own = propose_by_lookup(
             self.texts.tokens,
             rows,
             batch.seq_lens + 1,
@@ -68,8 +67,7 @@ class NgramDraft:
             branches=self._topk,
             window=self.texts.window(batch.seq_lens_cpu),
         )
-        probs = estimate_probs(own.match_lens, own.agreeing, own.known)
-        tokens, probs, evidence = put_others(own.tokens, probs, precedent)
+        tokens, probs, evidence = put_others(own.tokens, own.probs, precedent)
         return merge_branches(tokens, probs, self.count_nodes(depth), calibrate, evidence)
 
     def after_verify(
