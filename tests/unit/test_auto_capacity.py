@@ -81,7 +81,7 @@ class Server:
                 if isinstance(policy, AutoCapacity):
                     curves = measure(policy, survival)
                     expected = policy.curves.observe(curves, batch_size, plan.capacity_tokens)
-                    policy.curves.confirm(expected, accepted)
+                    policy.curves.confirm(plan.depth, expected, accepted)
             plans.append(plan)
             seconds = self.seconds(batch_size, plan)
             tokens, total_s = tokens + batch_size + accepted, total_s + seconds
@@ -221,7 +221,7 @@ def test_texts_that_repeat_themselves_do_without_a_useless_draft(batch_size):
                     torch.tensor(policy.curves.shares, dtype=torch.float32),
                 )
                 expected = policy.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
-                policy.curves.confirm(expected, round(expected))
+                policy.curves.confirm(plan.depth, expected, round(expected))
             shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
             policy.step_times.observe(shape, server.seconds(batch_size, plan))
         return plans
@@ -234,6 +234,38 @@ def test_texts_that_repeat_themselves_do_without_a_useless_draft(batch_size):
     assert all(plan.capacity_tokens >= batch_size for plan in repeating[40:])
     assert sum(plan.depth > 0 for plan in repeating[40:]) <= 5
     assert run(0.0, 200)[-50:].count(StepPlan(0, 0)) > 40
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_a_draft_that_is_better_than_it_believes_is_found_beside_good_texts(batch_size):
+    """Half of the requests have texts that are nearly always right, and know it; the draft is always right, and does not."""
+    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: depth + 4, num_continued=4)
+    policy = AutoCapacity(
+        StepTimeModel(SEED, max_rows=256, max_batch_size=64),
+        AcceptCurves(NUM_STEPS, capacity_shares(limits.count_nodes(NUM_STEPS))),
+    )
+    server, plans = Server(0.9), []
+    shares = torch.tensor(policy.curves.shares, dtype=torch.float32)
+    places = torch.arange(1, NUM_STEPS + 5)
+    from_texts = (places - 4).clamp(min=0).expand(batch_size, -1)
+    passes = torch.where(torch.arange(batch_size)[:, None] % 2 == 0, from_texts, places)
+    believed = torch.where(passes == 0, 0.95, 0.6).cumprod(dim=1)
+    for _ in range(200):
+        plan = policy.choose(batch_size, limits)
+        plans.append(plan)
+        if plan.capacity_tokens:
+            survival = believed * (passes <= plan.depth)
+            curves = measure_curves(survival, passes, plan.depth, shares).numpy()
+            expected = policy.curves.observe(curves, batch_size, plan.capacity_tokens)
+            lens = select_prefixes(survival, plan.capacity_tokens)
+            is_right = ((passes <= plan.depth) & (places <= lens[:, None])).float() * (
+                0.95 if plan.depth == 0 else 1
+            )
+            policy.curves.confirm(plan.depth, expected, round(float(is_right.cumprod(dim=1).sum())))
+        shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
+        policy.step_times.observe(shape, server.seconds(batch_size, plan))
+    # How deep is for calibration to find.
+    assert sum(plan.depth > 0 for plan in plans[40:]) > 0.9 * 160
 
 
 def test_load_up_and_down_without_flapping():
@@ -307,10 +339,10 @@ def test_a_shallow_step_says_little_about_deep_ones():
     curves = AcceptCurves(4, capacity_shares(4))
     full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(5)])
     for _ in range(200):
-        curves.confirm(curves.observe(full, 64, 64), 64 * 0.5)
+        curves.confirm(4, curves.observe(full, 64, 64), 64 * 0.5)
     gain = curves.accepted(np.array([4]), np.array([4.0])) - curves.accepted(np.array([2]), np.array([4.0]))
     for _ in range(50):
-        curves.confirm(curves.observe(full[:3] * 1.5, 64, 64), 64 * 0.75)
+        curves.confirm(2, curves.observe(full[:3] * 1.5, 64, 64), 64 * 0.75)
     at_two, at_four = (float(curves.accepted(np.array([d]), np.array([4.0]))[0]) for d in (2, 4))
     assert at_two == pytest.approx(1.5, rel=0.01)
     assert at_four - at_two == pytest.approx(float(gain[0]), rel=0.05)
@@ -320,10 +352,10 @@ def test_what_the_texts_hold_says_nothing_about_a_draft_that_is_better():
     curves = AcceptCurves(4, capacity_shares(4))
     full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(5)])
     for _ in range(200):
-        curves.confirm(curves.observe(full, 64, 64), 64 * 0.5)
+        curves.confirm(4, curves.observe(full, 64, 64), 64 * 0.5)
     before = curves.accepted(np.array([1, 4]), np.array([4.0, 4.0]))
     for _ in range(50):
-        curves.confirm(curves.observe(full[1:2], 64, 64), 64 * 0.5)
+        curves.confirm(0, curves.observe(full[1:2], 64, 64), 64 * 0.5)
     at = curves.accepted(np.array([0, 1, 4]), np.array([4.0, 4.0, 4.0]))
     assert at[0] == pytest.approx(0.5, rel=0.01)
     assert at[1:] == pytest.approx(before, rel=0.01)
@@ -422,7 +454,7 @@ def test_late_results_do_not_count_against_the_draft(batch_size, lag):
         accepted.append(0.5 * expected if plan.depth else 0)
         if step >= lag:
             planner.after_result(accepted[step - lag])
-    assert policy.curves.confidence == pytest.approx(0.5, rel=0.05 if batch_size > 1 else 0.1)
+    assert policy.curves.confidence(4) == pytest.approx(0.5, rel=0.05 if batch_size > 1 else 0.1)
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,7 @@ def test_auto_is_what_automatic_capacity_converges_to(make, quality, batch_size)
                 if learns:
                     curves = measure_curves(survival, needed, plan.depth, shares)
                     expected = real.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
-                    real.curves.confirm(expected, int(accepted.sum()))
+                    real.curves.confirm(plan.depth, expected, int(accepted.sum()))
             if learns:
                 num_rows = batch_size + plan.capacity_tokens
                 shape = StepShape(batch_size, plan.depth, num_rows, context_tokens)

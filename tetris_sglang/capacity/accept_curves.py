@@ -68,7 +68,8 @@ class AcceptCurves:
     def __init__(self, max_depth: int, shares: list[float]) -> None:
         self.shares = np.array(shares)
         self._num_seen = 0.0
-        self._expected = self._confirmed = 0.0
+        # Of steps in which the draft did not run, and in which it did.
+        self._expected, self._confirmed = np.zeros(2), np.zeros(2)
         guesses = np.concatenate(([0.0], np.cumsum(self._FIRST_GUESS ** np.arange(1, max_depth + 1))))
         self._curves = np.array(
             [
@@ -99,23 +100,28 @@ class AcceptCurves:
             np.maximum.accumulate(self._curves[1:], axis=0, out=self._curves[1:])
         return batch_size * float(np.interp(capacity_tokens / batch_size, self.shares, curves[-1]))
 
-    def confirm(self, expected: float, accepted: int) -> None:
-        """Of one step: what `observe` returned, and what came true. Results may be a few steps late."""
+    def confirm(self, depth: int, expected: float, accepted: int) -> None:
+        """Of one step that drafted to `depth`: what `observe` returned, and what came true. Results may be a few steps late."""
+        kind = int(depth > 0)
         fading = 0.5 ** (expected / self._MEMORY_TOKENS)
-        self._expected = fading * self._expected + expected
-        self._confirmed = fading * self._confirmed + accepted
+        self._expected[kind] = fading * self._expected[kind] + expected
+        self._confirmed[kind] = fading * self._confirmed[kind] + accepted
 
-    @property
-    def confidence(self) -> float:
-        """Accepted drafts per expected one: near 1 once survivals are calibrated, and quick to fall if they are not."""
-        return (self._confirmed + self._TRUST_TOKENS) / (self._expected + self._TRUST_TOKENS)
+    def confidence(self, depths: int | np.ndarray) -> float | np.ndarray:
+        """Accepted drafts per expected one at these depths: near 1 once survivals are calibrated, and quick to change if they
+        are not.
+
+        What the texts alone are worth says nothing about the draft: a step is held against steps of its kind.
+        """
+        found = (self._confirmed + self._TRUST_TOKENS) / (self._expected + self._TRUST_TOKENS)
+        return found[np.minimum(depths, 1)]
 
     def accepted(self, depths: np.ndarray, capacity_shares: np.ndarray) -> np.ndarray:
         """Accepted drafts per request [n] at depths [n] and capacities per request [n]."""
         at = np.clip(np.searchsorted(self.shares, capacity_shares, side="right") - 1, 0, len(self.shares) - 2)
         left, right = self.shares[at], self.shares[at + 1]
         share = np.clip((capacity_shares - left) / (right - left), 0.0, 1.0)
+        curves = self.confidence(np.arange(len(self._curves)))[:, None] * self._curves
         # Whatever the draft is worth, its chains hold what the texts hold.
-        curves = np.maximum(self._curves, self._curves[0])
-        per_request = (1 - share) * curves[depths, at] + share * curves[depths, at + 1]
-        return np.minimum(self.confidence * per_request, capacity_shares)
+        curves = np.maximum(curves, curves[0])
+        return np.minimum((1 - share) * curves[depths, at] + share * curves[depths, at + 1], capacity_shares)

@@ -24,8 +24,8 @@ _GAIN_TO_LEAVE = 0.995
 """Of speculation against plain decoding: between them nothing changes."""
 _LEAST_STEPS = 4
 """Steps of one kind before the other kind may follow."""
-_FULL_DEPTH_EVERY = 64
-"""Speculative steps after which one goes to the full depth, to see what lies there."""
+_FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 8, 64
+"""Speculative steps after which one goes to the full depth, to see what lies there: each look doubles them."""
 _PROBE_STEPS = 2
 _FIRST_PROBE_AFTER, _LAST_PROBE_AFTER = 64, 2048
 """Plain steps before a probe: each probe that changes nothing doubles them."""
@@ -36,8 +36,8 @@ _REQUESTS_PER_LOOK = 8
 _DRAW_EVERY = 8
 """Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
 those known to be slower do not."""
-_FIRST_STEPS = 3
-"""A server's first steps draft to the full depth, whatever is expected of them."""
+_FIRST_STEPS, _FIRST_DRAFTS = 3, 24
+"""A server's first steps draft to the full depth, whatever is expected of them, until so many drafts were verified."""
 
 
 class _Candidates(NamedTuple):
@@ -57,7 +57,8 @@ class AutoCapacity:
         self._speculates = True
         self._steps_in_mode = 0
         self._steps_since_full_depth = 0
-        self._first_steps = _FIRST_STEPS
+        self._look_after = _FIRST_LOOK_AFTER
+        self._num_steps = self._num_verified = 0
         self._random = np.random.default_rng(0)
         self._drawn: np.ndarray | None = None
         self._steps_with_drawn = 0
@@ -92,9 +93,10 @@ class AutoCapacity:
         self.expected_accepted = float(emitted[best] - 1)
         self.expected_seconds = float(seconds[0]), float(seconds[best])
         plan = StepPlan(int(found.depths[best]), int(found.capacity_tokens[best]))
-        if self._first_steps:
-            self._first_steps -= 1
+        if self._num_steps < _FIRST_STEPS or self._num_verified < _FIRST_DRAFTS:
             chosen = self._look_deep(batch_size, limits, 2 * batch_size)
+            self._num_steps += 1
+            self._num_verified += chosen.capacity_tokens
         else:
             chosen = self._keep_or_change(plan, batch_size, limits)
         self._may_adjust = chosen is plan
@@ -118,7 +120,9 @@ class AutoCapacity:
         of_depth = np.flatnonzero((found.depths == plan.depth) & (found.capacity_tokens > 0))
         capacity_tokens = found.capacity_tokens[of_depth]
         seconds = self.step_times.predict(found.features[of_depth], context_tokens, self._drawn)
-        accepted = self.curves.confidence * np.interp(capacity_tokens / batch_size, self.curves.shares, curve)
+        accepted = self.curves.confidence(plan.depth) * np.interp(
+            capacity_tokens / batch_size, self.curves.shares, curve
+        )
         return StepPlan(plan.depth, int(capacity_tokens[(accepted - self._rate * seconds).argmax()]))
 
     def _keep_or_change(self, plan: StepPlan, batch_size: int, limits: DraftLimits) -> StepPlan:
@@ -130,8 +134,9 @@ class AutoCapacity:
             self._steps_since_full_depth += 1
             if plan.depth == limits.num_steps:
                 self._steps_since_full_depth = 0
-            elif self._steps_since_full_depth >= _FULL_DEPTH_EVERY:
+            elif self._steps_since_full_depth >= self._look_after:
                 self._steps_since_full_depth = 0
+                self._look_after = min(2 * self._look_after, _LAST_LOOK_AFTER)
                 return self._look_deep(batch_size, limits, plan.capacity_tokens)
             return plan
         if self.expected_gain > _GAIN_TO_ENTER and self._steps_in_mode > _LEAST_STEPS:

@@ -31,6 +31,7 @@ class _DraftedStep:
     """A speculative step whose curves or whose result the host does not have yet."""
 
     curves: HostCopy
+    depth: int
     batch_size: int
     capacity_tokens: int
     expected: float | None = None
@@ -113,7 +114,7 @@ class StepPlanner:
             )
             plan = self._ranks.agree(self._limit(adjusted, self._num_speculating))
             self._describe(plan, batch_size)
-        step = _DraftedStep(curves, batch_size, plan.capacity_tokens)
+        step = _DraftedStep(curves, depth, batch_size, plan.capacity_tokens)
         self._unread.append(step)
         self._unconfirmed.append(step)
         return plan
@@ -125,7 +126,7 @@ class StepPlanner:
         step = self._unconfirmed.popleft()
         self._read_curves()
         if step is not None and step.expected is not None:
-            self._auto.curves.confirm(step.expected, accepted)
+            self._auto.curves.confirm(step.depth, step.expected, accepted)
 
     def after_prefill(self) -> None:
         self._clock.interrupt()

@@ -130,7 +130,7 @@ class Calibration:
         self,
         max_depth: int,
         device: torch.device | str = "cpu",
-        prior_strength: float = 16.0,
+        prior_strength: float = 4.0,
         decay: float = 0.9999,
         refresh_every: int = 8,
     ) -> None:
