@@ -152,7 +152,7 @@ OVERVIEW = (
     Setting("EAGLE3 head, greedy, 96 tokens", ("heads_auto.json",), "eagle3"),
     Setting("n-grams, greedy, 96 tokens", ("heads_auto.json", "ngrams_auto.json"), "ngram"),
     Setting("useless draft, greedy, 64 tokens", ("capacity_drafts.json",), "useless"),
-    Setting("perfect draft, greedy, 64 tokens", ("capacity_drafts.json", "capacity_perfect.json"), "perfect"),
+    Setting("perfect draft, greedy, 64 tokens", ("capacity_drafts.json",), "perfect"),
 )
 
 
@@ -399,8 +399,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "goals": goals,
     "capacity-long": capacity("capacity_long.json"),
     "capacity-drafts": capacity("capacity_drafts.json"),
-    "capacity-useless": capacity("capacity_useless.json"),
-    "capacity-perfect": capacity("capacity_perfect.json"),
     "capacity-sampled": capacity("capacity_sampled.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),

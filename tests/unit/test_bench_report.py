@@ -263,7 +263,6 @@ def test_poisson_arrivals_are_cells_of_their_own(results):
     [
         *("serving", "drafts", "heads", "heads_auto", "ngrams_auto"),
         *(f"capacity_{name}" for name in ("16", "32", "long", "drafts", "loads", "sampled", "unlike")),
-        *("capacity_perfect", "capacity_useless"),
     ],
 )
 def test_the_shipped_results_can_be_rendered(name, tmp_path):
