@@ -58,7 +58,8 @@ class AutoCapacity:
         self._steps_in_mode = 0
         self._steps_since_full_depth = 0
         self._look_after = _FIRST_LOOK_AFTER
-        self._num_steps = self._num_verified = 0
+        self._first_steps = self._first_drafts = 0
+        """That a new server has behind it."""
         self._random = np.random.default_rng(0)
         self._drawn: np.ndarray | None = None
         self._steps_with_drawn = 0
@@ -93,10 +94,10 @@ class AutoCapacity:
         self.expected_accepted = float(emitted[best] - 1)
         self.expected_seconds = float(seconds[0]), float(seconds[best])
         plan = StepPlan(int(found.depths[best]), int(found.capacity_tokens[best]))
-        if self._num_steps < _FIRST_STEPS or self._num_verified < _FIRST_DRAFTS:
+        if self._first_steps < _FIRST_STEPS or self._first_drafts < _FIRST_DRAFTS:
             chosen = self._look_deep(batch_size, limits, 2 * batch_size)
-            self._num_steps += 1
-            self._num_verified += chosen.capacity_tokens
+            self._first_steps += 1
+            self._first_drafts += chosen.capacity_tokens
         else:
             chosen = self._keep_or_change(plan, batch_size, limits)
         self._may_adjust = chosen is plan
