@@ -42,7 +42,9 @@ def explain(
     ] = None,
     capacity_tokens: Annotated[
         int | None,
-        typer.Option(help="Draft tokens verified over the whole batch.", show_default="2 per request"),
+        typer.Option(
+            help="Draft tokens verified over the whole batch.", show_default="2 per request; 3 with --trees"
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the invented probabilities.", show_default="0")] = None,
     trees: Annotated[bool, typer.Option("--trees", help="Draw draft trees instead of chains.")] = False,

@@ -185,7 +185,7 @@ SETTINGS: tuple[Setting, ...] = (
         "KIND",
         "TETRIS: what drafts: standalone (a model of its own), eagle, eagle3 (heads on the target's states), mtp (the target's "
         "own prediction layers), ngram (no model: what followed before in recent texts), or auto: found out "
-        "from the models; ngram without --speculative-draft-model-path. Default: auto.",
+        "from the models; without --speculative-draft-model-path mtp where the target has such layers, else ngram. Default: auto.",
     ),
     Setting(
         "verify_plan",

@@ -38,23 +38,39 @@ RESULTS = Path("bench.json")
 _NO_SETTINGS = ("full", "pair", "out", "resume", "report_only", "step_picture", "draft")
 
 
+def _quick_and_full(name: str) -> str:
+    """What `--help` says of a default."""
+    return f"{QUICK[name]}; {FULL[name]} with --full"
+
+
 def bench(
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Everything, or what fits in a coffee break.")
     ] = False,
     arms: Annotated[
-        str | None, typer.Option(help=f"Of {', '.join(FAMILIES)}; '{REFERENCE}' is always measured.")
+        str | None,
+        typer.Option(
+            help=f"Of {', '.join(FAMILIES)}; '{REFERENCE}' is always measured.",
+            show_default=f"{QUICK['arms']}; all with --full",
+        ),
     ] = None,
     k: Annotated[
-        str | None, typer.Option(help="Verified drafts per request, e.g. 1,2,3; none: no such arms.")
+        str | None,
+        typer.Option(
+            help="Verified drafts per request, e.g. 1,2,3; none: no such arms.", show_default=_quick_and_full("k")
+        ),
     ] = None,
     extra: Annotated[
-        str | None, typer.Option(help="Drafts beyond k for TETRIS, uniform, random and full.")
+        str | None,
+        typer.Option(
+            help="Drafts beyond k for TETRIS, uniform, random and full.", show_default=_quick_and_full("extra")
+        ),
     ] = None,
     capacity_tokens: Annotated[
         str | None,
         typer.Option(
-            help="Also TETRIS with this many verified drafts per step over the whole batch; none: no such arms."
+            help="Also TETRIS with this many verified drafts per step over the whole batch; none: no such arms.",
+            show_default=_quick_and_full("capacity_tokens"),
         ),
     ] = None,
     num_steps: Annotated[
@@ -100,11 +116,13 @@ def bench(
     request_rate: Annotated[
         str | None, typer.Option(help="Poisson arrivals per second.", show_default=REQUEST_RATES)
     ] = None,
-    temperature: Annotated[str | None, typer.Option(help="0 is greedy.")] = None,
+    temperature: Annotated[
+        str | None, typer.Option(help="0 is greedy.", show_default=_quick_and_full("temperature"))
+    ] = None,
     output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
     prompts: Annotated[
         int | None,
-        typer.Option(help="Prompts per run, unless --waves says more.", show_default="4; 32 with --full"),
+        typer.Option(help="Prompts per run, unless --waves says more.", show_default=_quick_and_full("prompts")),
     ] = None,
     waves: Annotated[
         int,

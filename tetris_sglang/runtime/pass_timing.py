@@ -83,6 +83,7 @@ def _write_cache(path: Path, times: PassTimes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(times.to_json()))
         temporary.replace(path)
+        logger.info("TETRIS: the passes' times are kept in %s", path)
     except OSError as error:
         logger.warning(
             "TETRIS: the passes' times cannot be kept (%s); every start takes them anew. SGLANG_TETRIS_CACHE chooses a "
