@@ -194,5 +194,14 @@ def test_retraction_shows_nowhere(plain, cramped, mixed_prompts, request):
     assert accepted > LEAST_SUCCESS[request.node.callspec.params["tetris"]] * selected
 
 
+def test_penalties_go_on_counting_after_a_retraction(plain, cramped, mixed_prompts):
+    params = {"max_new_tokens": 120, "min_new_tokens": 120, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
+    cramped.flush_cache()
+    retractions_before = _count_retractions(cramped)
+    expected = plain.generate_all(mixed_prompts[:18], **params)
+    assert texts(cramped.generate_all(mixed_prompts[:18], **params)) == texts(expected)
+    assert _count_retractions(cramped) > retractions_before, "the pool was large enough: nothing was tested"
+
+
 def _count_retractions(client) -> int:
     return client.log_path.read_text(errors="replace").count("Retract requests")

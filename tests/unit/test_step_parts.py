@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,11 +13,19 @@ from tetris_sglang.runtime.cpu.activate import activate
 
 activate()  # as SGLang does, before its modules are imported
 
+from sglang.srt.sampling.penaltylib import (
+    BatchedFrequencyPenalizer,
+    BatchedMinNewTokensPenalizer,
+    BatchedPenalizerOrchestrator,
+    BatchedPresencePenalizer,
+    BatchedRepetitionPenalizer,
+)
+
 from tetris_sglang.drafting import Grid, Proposal, TreeShape, ancestor_mask, make_grid
 from tetris_sglang.kernels.tree_mask import pack_tree_mask_reference
 from tetris_sglang.runtime import inventory
 from tetris_sglang.runtime.draft import most_likely
-from tetris_sglang.runtime.logits import adjust_logits
+from tetris_sglang.runtime.logits import adjust_logits, count_written
 from tetris_sglang.runtime.operations import get_operations, warm_up
 from tetris_sglang.runtime.phases import PhaseTimer
 from tetris_sglang.runtime.texts import RequestTexts
@@ -162,6 +171,56 @@ def _request(prompt_len: int, min_new_tokens: int, stop_token_ids=None, output_l
         eos_token_ids={2},
         tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=3),
     )
+
+
+@pytest.mark.parametrize("has_penalty", [True, False])
+def test_what_was_written_before_a_retraction_counts_as_if_it_had_just_been_written(has_penalty):
+    """Against SGLang's own penalizers, told token by token; a tokenizer's stop token that the model does not know among them."""
+    torch.manual_seed(0)
+    vocab_size = 12
+    asked = [{"frequency_penalty": 0.7, "presence_penalty": -0.4}, {"repetition_penalty": 1.3}, {}, {}, {}]
+    requests = [
+        _request(3, min_new_tokens, {7, vocab_size}, **(penalties if has_penalty else {}))
+        for penalties, min_new_tokens in zip(asked, [5, 0, 9, 2, 5], strict=True)
+    ]
+    written = torch.randint(vocab_size, (6, len(requests)))
+
+    class Batch(SimpleNamespace):
+        """Can be referred to weakly."""
+
+    batch = Batch(reqs=requests, device="cpu")
+
+    def add_up(orchestrator) -> SimpleNamespace:
+        additive = torch.zeros(len(requests), vocab_size)
+        orchestrator.accumulate_additive_penalties(additive)
+        scaling = orchestrator.accumulate_scaling_penalties()
+        return SimpleNamespace(acc_additive_penalties=additive, acc_scaling_penalties=scaling)
+
+    orchestrator = BatchedPenalizerOrchestrator(
+        vocab_size,
+        batch,
+        {BatchedFrequencyPenalizer, BatchedPresencePenalizer, BatchedRepetitionPenalizer, BatchedMinNewTokensPenalizer},
+    )
+    fresh = add_up(orchestrator)
+    for tokens in written:
+        orchestrator.cumulate_output_tokens(tokens)
+    expected = add_up(orchestrator)
+    # The last one is new.
+    for request, tokens in zip(requests[:-1], written.t().tolist(), strict=False):
+        request.output_ids = array("q", tokens)
+    expected.acc_additive_penalties[-1] = fresh.acc_additive_penalties[-1]
+    batch.sampling_info = fresh
+    count_written(batch)
+    torch.testing.assert_close(fresh.acc_additive_penalties, expected.acc_additive_penalties)
+    assert fresh.acc_additive_penalties.isinf().any(dim=1).tolist() == [False, False, True, False, True]
+    if has_penalty:
+        expected.acc_scaling_penalties[-1] = 1
+        torch.testing.assert_close(fresh.acc_scaling_penalties, expected.acc_scaling_penalties)
+    else:
+        assert fresh.acc_scaling_penalties is None
+    nothing_asked = SimpleNamespace(acc_additive_penalties=None)
+    count_written(SimpleNamespace(sampling_info=nothing_asked, reqs=requests))
+    assert nothing_asked.acc_additive_penalties is None
 
 
 def _sampling_info(is_required: bool = True, logit_bias=None):

@@ -45,6 +45,33 @@ def adjust_logits(
         logits.add_(batch.sampling_info.logit_bias[requests])
 
 
+def count_written(batch) -> None:
+    """Let a prefill's penalties count what its requests have written: those that were retracted go on here.
+
+    SGLang counts from nothing again (`Req.reset_for_retract`), and would let them stop late and repeat themselves once.
+
+    Args:
+        batch: a prefill inside SGLang's forward isolation: what its penalties add up to is for this pass alone.
+    Sync: none. Looks at the requests one by one only while one with a penalty or min_new_tokens is among them.
+    """
+    info = batch.sampling_info
+    if info.acc_additive_penalties is None:
+        return
+    vocab_size, device = info.acc_additive_penalties.shape[1], info.acc_additive_penalties.device
+    for i, req in enumerate(batch.reqs):
+        if not req.output_ids:
+            continue
+        params = req.sampling_params
+        counts = torch.bincount(torch.tensor(req.output_ids), minlength=vocab_size)
+        is_written = counts > 0
+        penalties = -params.frequency_penalty * counts - params.presence_penalty * is_written
+        if len(req.output_ids) < params.min_new_tokens:
+            penalties[_stop_token_ids(req, vocab_size)] = float("-inf")
+        info.acc_additive_penalties[i] = send(penalties, device)
+        if info.acc_scaling_penalties is not None:
+            info.acc_scaling_penalties[i] = send(torch.where(is_written, params.repetition_penalty, 1.0), device)
+
+
 def _any_penalizer(sampling_info) -> bool:
     """Whether a running request has a penalty or min_new_tokens. Under overlap scheduling SGLang hands on sums alone."""
     orchestrator = sampling_info.penalizer_orchestrator
@@ -120,14 +147,14 @@ def _forbid_early_stop(logits: Tensor, batch, grid: Grid, requests: Tensor, colu
     stop_mask = torch.zeros(len(batch.reqs), logits.shape[-1], dtype=torch.bool)
     for i, req in enumerate(batch.reqs):
         if req.sampling_params.min_new_tokens:
-            stop_mask[i, sorted(_stop_token_ids(req))] = True
+            stop_mask[i, _stop_token_ids(req, logits.shape[-1])] = True
     logits.masked_fill_(send(stop_mask, logits.device)[requests] & early.unsqueeze(1), float("-inf"))
 
 
-def _stop_token_ids(req) -> set[int]:
-    """The ids that SGLang's BatchedMinNewTokensPenalizer forbids."""
+def _stop_token_ids(req, vocab_size: int) -> list[int]:
+    """The ids that SGLang's BatchedMinNewTokensPenalizer forbids. A tokenizer may know more of them than the model."""
     tokenizer = req.tokenizer
     ids = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
     if tokenizer is not None:
         ids |= set(tokenizer.additional_stop_token_ids or ()) | {tokenizer.eos_token_id}
-    return {token_id for token_id in ids if token_id is not None}
+    return sorted(token_id for token_id in ids if token_id is not None and token_id < vocab_size)

@@ -35,6 +35,7 @@ from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_k
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.kv_moves import check_kv_pool
 from tetris_sglang.runtime.learning import INITIAL_KINDS, AcceptanceLearner
+from tetris_sglang.runtime.logits import count_written
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.ngram import NgramDraft
 from tetris_sglang.runtime.noise import RequestSeeds, install_sampler
@@ -205,6 +206,7 @@ class TetrisWorker(BaseSpecWorker):
             self.learner.add_prefilled(batch.req_pool_indices, batch.sampling_info.top_ks != 1)
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
         input_ids = batch.input_ids
+        count_written(batch)
         self.planner.after_prefill()
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=self._draft.target_hidden_mode, return_kv_loc_plan=True
