@@ -144,7 +144,7 @@ class Setting(NamedTuple):
 
 
 OVERVIEW = (
-    Setting("greedy, 128 tokens", ("capacity_loads.json", "capacity_32.json")),
+    Setting("greedy, 128 tokens", ("capacity_loads.json", "capacity_paired.json")),
     Setting("greedy, 256 tokens", ("capacity_long.json",)),
     Setting("temperature 1, 96 tokens", ("capacity_sampled.json",)),
     Setting("every other request at temperature 1, 96 tokens", ("capacity_unlike.json",)),
@@ -402,7 +402,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "capacity-sampled": capacity("capacity_sampled.json"),
     "capacity-unlike": capacity("capacity_unlike.json"),
     "capacity-loads": capacity("capacity_loads.json"),
-    "capacity-32": capacity("capacity_32.json"),
+    "capacity-paired": capacity("capacity_paired.json"),
     "fixed": fixed,
     "heads": drafts("heads_auto.json"),
     "paper-gain": paper_gain,

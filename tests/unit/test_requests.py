@@ -93,7 +93,9 @@ def test_token_outside_the_vocabulary(token, position, kind):
 def test_stop_token_that_min_new_tokens_cannot_forbid(token):
     params = {"stop_token_ids": [3, token]}
     validate_request(make_request(params), PROMPT, VOCAB_SIZE)
-    assert_refused(make_request(params | {"min_new_tokens": 1}), "stop_token_ids", str(token), "min_new_tokens")
+    assert_refused(
+        make_request(params | {"min_new_tokens": 1}), "stop_token_ids", str(token), "min_new_tokens"
+    )
 
 
 @pytest.mark.parametrize("input_ids", [[0], [VOCAB_SIZE - 1], list(range(VOCAB_SIZE)), array("q", [5]), None])

@@ -199,7 +199,12 @@ def test_what_was_written_before_a_retraction_counts_as_if_it_had_just_been_writ
     orchestrator = BatchedPenalizerOrchestrator(
         vocab_size,
         batch,
-        {BatchedFrequencyPenalizer, BatchedPresencePenalizer, BatchedRepetitionPenalizer, BatchedMinNewTokensPenalizer},
+        {
+            BatchedFrequencyPenalizer,
+            BatchedPresencePenalizer,
+            BatchedRepetitionPenalizer,
+            BatchedMinNewTokensPenalizer,
+        },
     )
     fresh = add_up(orchestrator)
     for tokens in written:

@@ -57,13 +57,15 @@ def bench(
     k: Annotated[
         str | None,
         typer.Option(
-            help="Verified drafts per request, e.g. 1,2,3; none: no such arms.", show_default=_quick_and_full("k")
+            help="Verified drafts per request, e.g. 1,2,3; none: no such arms.",
+            show_default=_quick_and_full("k"),
         ),
     ] = None,
     extra: Annotated[
         str | None,
         typer.Option(
-            help="Drafts beyond k for TETRIS, uniform, random and full.", show_default=_quick_and_full("extra")
+            help="Drafts beyond k for TETRIS, uniform, random and full.",
+            show_default=_quick_and_full("extra"),
         ),
     ] = None,
     capacity_tokens: Annotated[
@@ -122,7 +124,9 @@ def bench(
     output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
     prompts: Annotated[
         int | None,
-        typer.Option(help="Prompts per run, unless --waves says more.", show_default=_quick_and_full("prompts")),
+        typer.Option(
+            help="Prompts per run, unless --waves says more.", show_default=_quick_and_full("prompts")
+        ),
     ] = None,
     waves: Annotated[
         int,

@@ -69,7 +69,9 @@ def count_written(batch) -> None:
             penalties[_stop_token_ids(req, vocab_size)] = float("-inf")
         info.acc_additive_penalties[i] = send(penalties, device)
         if info.acc_scaling_penalties is not None:
-            info.acc_scaling_penalties[i] = send(torch.where(is_written, params.repetition_penalty, 1.0), device)
+            info.acc_scaling_penalties[i] = send(
+                torch.where(is_written, params.repetition_penalty, 1.0), device
+            )
 
 
 def _any_penalizer(sampling_info) -> bool:
