@@ -195,12 +195,8 @@ def test_retraction_shows_nowhere(plain, cramped, mixed_prompts, request):
 
 
 def test_penalties_go_on_counting_after_a_retraction(plain, cramped, mixed_prompts):
-    params = {
-        "max_new_tokens": 120,
-        "min_new_tokens": 120,
-        "frequency_penalty": 0.4,
-        "repetition_penalty": 1.1,
-    }
+    # Not with repetition_penalty: which of the two SGLang applies first without overlap scheduling changes from start to start.
+    params = {"max_new_tokens": 120, "min_new_tokens": 120, "frequency_penalty": 1.5}
     cramped.flush_cache()
     retractions_before = _count_retractions(cramped)
     expected = plain.generate_all(mixed_prompts[:18], **params)

@@ -262,7 +262,7 @@ def test_poisson_arrivals_are_cells_of_their_own(results):
     "name",
     [
         *("serving", "drafts", "heads", "heads_auto", "ngrams_auto"),
-        *(f"capacity_{name}" for name in ("16", "32", "long", "drafts", "loads", "sampled", "unlike")),
+        *(f"capacity_{name}" for name in ("16", "paired", "long", "drafts", "loads", "sampled", "unlike")),
     ],
 )
 def test_the_shipped_results_can_be_rendered(name, tmp_path):
