@@ -90,11 +90,12 @@ def test_token_outside_the_vocabulary(token, position, kind):
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 10**9])
-def test_stop_token_that_min_new_tokens_cannot_forbid(token):
-    params = {"stop_token_ids": [3, token]}
-    validate_request(make_request(params), PROMPT, VOCAB_SIZE)
+@pytest.mark.parametrize("min_new_tokens", [0, 1])
+def test_stop_token_outside_the_vocabulary(token, min_new_tokens):
+    """Where one request of a batch has min_new_tokens, SGLang looks at the stop tokens of all."""
+    params = {"stop_token_ids": [3, token], "min_new_tokens": min_new_tokens}
     assert_refused(
-        make_request(params | {"min_new_tokens": 1}), "stop_token_ids", str(token), "min_new_tokens"
+        make_request(params), f"stop_token_ids: token id {token} is outside the vocabulary (0..99)"
     )
 
 

@@ -1,7 +1,7 @@
 """Requests that TETRIS refuses with a 400, by name.
 
 Also guards upstream faults that end the scheduler process, with or without speculation: an empty prompt, and token ids
-outside the vocabulary, in the prompt or among the stop tokens that min_new_tokens forbids (patches/README.md).
+outside the vocabulary, in the prompt or among the stop tokens (patches/README.md).
 """
 
 from __future__ import annotations
@@ -53,18 +53,17 @@ def validate_request(
                 f"beam_width={params['beam_width']} is not supported with --speculative-algorithm TETRIS: beam search is not "
                 f"speculative. Leave it out, or send the request to a server without speculation."
             )
-        if params.get("min_new_tokens"):
-            # As SGLang reads them later.
-            stop_token_ids = [int(token_id) for token_id in params.get("stop_token_ids") or ()]
-            _require_known(stop_token_ids, "stop_token_ids with min_new_tokens", vocab_size)
+        # As SGLang reads them later. Also without min_new_tokens: beside a request that has it, SGLang looks at everybody's.
+        stop_token_ids = [int(token_id) for token_id in params.get("stop_token_ids") or ()]
+        _require_known(stop_token_ids, "stop_token_ids", vocab_size)
         parse(params.get("custom_params"))
     for name, reason in _UNSUPPORTED_FIELDS.items():
         if getattr(obj, name, None):
             raise ValueError(f"{name} is not supported with --speculative-algorithm TETRIS: {reason}.")
 
 
-def _require_known(token_ids: Sequence[int] | None, name: str, vocab_size: int) -> None:
-    outside = next((token_id for token_id in token_ids or () if not 0 <= token_id < vocab_size), None)
+def _require_known(token_ids: Sequence[int], name: str, vocab_size: int) -> None:
+    outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
     if outside is not None:
         raise ValueError(f"{name}: token id {outside} is outside the vocabulary (0..{vocab_size - 1}).")
 
