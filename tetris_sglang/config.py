@@ -89,6 +89,19 @@ def _parse_selection(text: str) -> str:
     return text
 
 
+MAX_FAIRNESS = 4
+
+
+def _parse_fairness(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_FAIRNESS:
+        raise ValueError(f"must be a number from 0 to {MAX_FAIRNESS}")
+    return value
+
+
 DRAFT_KINDS = ("standalone", "eagle", "eagle3", "mtp", "ngram")
 DRAFTS = ("auto", *DRAFT_KINDS)
 
@@ -173,6 +186,14 @@ SETTINGS: tuple[Setting, ...] = (
         "uniform (the same number per request) or random. The latter two are baselines for comparisons.",
     ),
     Setting(
+        "fairness",
+        _parse_fairness,
+        "NUMBER",
+        "TETRIS: how much more the drafts of slow requests count in the selection: survivals are divided by the tokens per step "
+        "that the request has emitted so far, to this power. 0: the most tokens per step (the paper's rule); 1: proportional "
+        "fairness. More of it shortens the slowest requests and costs throughput. Default: 0.",
+    ),
+    Setting(
         "calibration",
         _parse_bool,
         "on|off",
@@ -226,6 +247,7 @@ class TetrisConfig:
     capacity_per_request: float | None
     capacity_tokens: int | None
     selection: str = "tetris"
+    fairness: float = 0.0
     calibration: bool = True
     phase_times: bool = False
     verify_plan: str = "device"
@@ -265,6 +287,11 @@ class TetrisConfig:
                 f"--speculative-tetris-capacity-per-request={values['capacity_per_request']} and "
                 f"--speculative-tetris-capacity-tokens={values['capacity_tokens']} are both given (as flags or as "
                 f"SGLANG_TETRIS_* variables): they are two forms of one capacity. Remove one of them."
+            )
+        if "fairness" in values and values.get("selection", "tetris") != "tetris":
+            raise ValueError(
+                f"--speculative-tetris-fairness={values['fairness']} and --speculative-tetris-selection="
+                f"{values['selection']} are both given: that baseline looks at no survivals. Remove one of them."
             )
         values.setdefault("capacity_per_request", None)
         values.setdefault("capacity_tokens", None)

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tetris_sglang.capacity import FixedCapacity
-from tetris_sglang.runtime.operations import get_operations
+from tetris_sglang.selection import SMALLEST_SURVIVAL, get_selector
 from tetris_sglang.trace import Trace, read_trace
 
 CAPACITIES = (0.5, 1.0, 2.0, 3.0, 4.0)
@@ -67,7 +67,6 @@ RULES = {
     "tetris calibrated": Rule(lambda batch: batch.survival, "tetris", promises=True),
     "oracle": Rule(lambda batch: batch.accepted.float(), "tetris"),
 }
-_SELECT = {rule.selection: get_operations("cpu", rule.selection).select_nodes for rule in RULES.values()}
 
 
 class Ranked(NamedTuple):
@@ -100,7 +99,8 @@ def rank(rule: Rule, batch: Batch) -> Ranked:
 
 def select(ranked: Ranked, capacity_tokens: int) -> Selected:
     """Choose as many nodes as the capacity allows, as the server's own selection does."""
-    draft_lens = _SELECT[ranked.selection](ranked.score, capacity_tokens, ranked.num_nodes)
+    choose = get_selector(ranked.selection)
+    draft_lens = choose(ranked.score.clamp(min=SMALLEST_SURVIVAL), capacity_tokens, ranked.num_nodes)
     verified = torch.arange(ranked.score.shape[1]) < draft_lens[:, None]
     accepted, score = (ranked.accepted & verified).sum(), ranked.score[verified].sum()
     return Selected(int(draft_lens.sum()), int(accepted), float(score))

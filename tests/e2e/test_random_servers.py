@@ -78,6 +78,8 @@ def draw_arguments(draw: random.Random) -> tuple[list[str], bool]:
     arguments += ["--max-running-requests", str(draw.choice([1, 3, 8, 16, 24]))]
     arguments += maybe(0.3, "--schedule-policy", draw.choice(["lpm", "fcfs", "lof", "random", "dfs-weight"]))
     arguments += maybe(0.3, "--context-length", 400)
+    if "--speculative-tetris-selection" not in arguments:
+        arguments += maybe(0.5, "--speculative-tetris-fairness", draw.choice([0.5, 1, 4]))
     return arguments, capacity == "auto"
 
 

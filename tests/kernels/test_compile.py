@@ -51,8 +51,9 @@ def test_a_tensor_on_the_cpu_is_refused_with_the_way_out():
         select_drafts(torch.ones(2, 3), 1)
 
 
+@pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("batch, max_draft", [(1, 2), (256, 8), (4096, 8), (512, 64)])
-def test_selection_compiles_and_stays_in_registers(batch, max_draft, tmp_path):
+def test_selection_compiles_and_stays_in_registers(batch, max_draft, has_weights, tmp_path):
     block, num_warps = plan_launch(batch, max_draft)
     on_device = batch == 256
     cubin = compile_for_hopper(
@@ -60,6 +61,7 @@ def test_selection_compiles_and_stays_in_registers(batch, max_draft, tmp_path):
         {
             "draft_probs": "*fp32",
             "capacity_tokens": "*i64" if on_device else "i32",
+            "weights": "*fp32",
             "draft_lens": "*i32",
             "batch": "i32",
         },
@@ -68,6 +70,7 @@ def test_selection_compiles_and_stays_in_registers(batch, max_draft, tmp_path):
             "DEPTH_BITS": max_draft.bit_length(),
             "BLOCK": block,
             "CAPACITY_ON_DEVICE": on_device,
+            "HAS_WEIGHTS": has_weights,
         },
         num_warps,
     )

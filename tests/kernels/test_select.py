@@ -11,27 +11,30 @@ from torch import Tensor
 from tests.kernels.batches import DEVICE, on_device
 from tetris_sglang.kernels import select
 from tetris_sglang.kernels.select import select_drafts
-from tetris_sglang.selection import select_prefixes, survival_from_probs
+from tetris_sglang.selection import fill_capacity, survival_from_probs
 
 TINY = torch.finfo(torch.float32).tiny
 ODD_VALUES = [0.0, -0.0, 1.0, math.nan, math.inf, -1.0, 1.5, TINY, 2.0**-149, 0.5, 0.5]
 
 
-def expected_lens(draft_probs: Tensor, capacity_tokens: int) -> list[int]:
-    survival = survival_from_probs(draft_probs).clamp_min(TINY)
-    return select_prefixes(survival, capacity_tokens).tolist()
+def expected_lens(draft_probs: Tensor, capacity_tokens: int, weights: Tensor | None = None) -> list[int]:
+    return fill_capacity(survival_from_probs(draft_probs), capacity_tokens, weights).tolist()
 
 
-def assert_selects_as_torch(draft_probs: Tensor, capacities: list[int]) -> None:
+def assert_selects_as_torch(
+    draft_probs: Tensor, capacities: list[int], weights: Tensor | None = None
+) -> None:
     """Also with the capacity on the device, and filling it."""
     (on_it,) = on_device(draft_probs)
+    given = None if weights is None else weights.to(DEVICE)
+    most = draft_probs.numel() if weights is None else int((weights > 0).sum()) * draft_probs.shape[1]
     for number, capacity in enumerate(capacities):
         dtype = (None, torch.int64, torch.int32)[number % 3]
         tokens = capacity if dtype is None else torch.tensor(capacity, dtype=dtype, device=DEVICE)
-        draft_lens = select_drafts(on_it, tokens)
+        draft_lens = select_drafts(on_it, tokens, given)
         assert draft_lens.dtype == torch.int32 and draft_lens.device.type == DEVICE.type
-        assert draft_lens.tolist() == expected_lens(draft_probs, capacity), f"capacity {capacity}"
-        assert int(draft_lens.sum()) == min(capacity, draft_probs.numel())
+        assert draft_lens.tolist() == expected_lens(draft_probs, capacity, weights), f"capacity {capacity}"
+        assert int(draft_lens.sum()) == min(capacity, most)
 
 
 def test_docstring_example():
@@ -65,7 +68,20 @@ def test_equals_torch_on_odd_values(data):
     values = st.sampled_from(ODD_VALUES) | st.floats(width=32)
     chain = st.lists(values, min_size=max_draft, max_size=max_draft)
     probs = torch.tensor(data.draw(st.lists(chain, min_size=batch, max_size=batch)), dtype=torch.float32)
-    assert_selects_as_torch(probs, [data.draw(st.integers(0, batch * max_draft + 2))])
+    weight = st.sampled_from([0.0, 1.0, 0.125, 2.0**-18]) | st.floats(0, 1, width=32)
+    weights = data.draw(st.none() | st.lists(weight, min_size=batch, max_size=batch))
+    if weights is not None:
+        weights = torch.tensor(weights, dtype=torch.float32)
+    assert_selects_as_torch(probs, [data.draw(st.integers(0, batch * max_draft + 2))], weights)
+
+
+def test_equals_torch_with_weights():
+    """Of every size, zeros among them; rounded as torch rounds them."""
+    generator = torch.Generator().manual_seed(3)
+    probs, weights = torch.rand(64, 6, generator=generator), torch.rand(64, generator=generator)
+    weights[::7] = 0
+    assert_selects_as_torch(probs, [0, 1, 50, 100, 300, 324, 325, 384], weights)
+    assert expected_lens(probs, 100, weights) != expected_lens(probs, 100)
 
 
 def test_rounds_products_as_torch_does():
@@ -121,6 +137,8 @@ def test_what_exceeds_the_registers_goes_through_torch(batch, max_draft, monkeyp
     out = torch.empty(batch, dtype=torch.int32, device=DEVICE)
     assert select_drafts(probs.to(DEVICE), batch, out=out) is out
     assert out.tolist() == expected_lens(probs, batch)
+    weights = levels[torch.randint(0, 4, (batch,), generator=generator)]
+    assert_selects_as_torch(probs, [batch], weights)
 
 
 @pytest.mark.parametrize("max_draft", [1, 2, 8, 16, 64])
@@ -143,6 +161,8 @@ def test_bad_input_is_named():
             select_drafts(bad.to(DEVICE), 1)
     with pytest.raises(ValueError, match="capacity_tokens must be >= 0, got -1"):
         select_drafts(probs, -1)
+    with pytest.raises(ValueError, match=r"weights must be torch.float32 \[2\]"):
+        select_drafts(probs, 1, torch.ones(3, device=DEVICE))
     for bad in (torch.tensor([3]), torch.tensor(3.0), torch.tensor(True)):
         with pytest.raises(ValueError, match=r"capacity_tokens must be torch.int32 or torch.int64 \[\]"):
             select_drafts(probs, bad.to(DEVICE))

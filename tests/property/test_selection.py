@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tetris_sglang.drafting import Proposal
 from tetris_sglang.runtime.operations import get_operations
-from tetris_sglang.runtime.request_options import Adjustment
 from tetris_sglang.selection import (
     SMALLEST_SURVIVAL,
     get_selector,
@@ -215,12 +214,10 @@ def test_weighted_selection_takes_the_largest_weighted_survivals(case, data):
     else:
         proposal = Proposal(torch.zeros(batch, depth), survival)
         survival = survival_from_probs(survival)
-    draft_lens = get_operations("cpu", "tetris").select_drafts(
-        proposal, capacity, Adjustment(weights, num_speculating)
-    )
+    draft_lens = get_operations("cpu", "tetris").select_drafts(proposal, capacity, weights)
 
     # Scaled as served; what is lifted off 0 ranks last, shallower first.
-    worth = (survival * (weights / 64)[:, None]).clamp(min=SMALLEST_SURVIVAL).tolist()
+    worth = (survival * (weights / 512)[:, None]).clamp(min=SMALLEST_SURVIVAL).tolist()
     tokens = [(r, j) for r in range(batch) if weights[r] > 0 for j in range(depth)]
     taken = sorted(tokens, key=lambda token: (-worth[token[0]][token[1]], token[1], token[0]))[:capacity]
     assert int(draft_lens.sum()) == capacity
@@ -236,9 +233,9 @@ def test_more_weight_never_takes_a_token_away(case, request, factor):
     proposal = Proposal(torch.zeros(survival.shape), survival, shape=())
     weights = torch.ones(len(survival))
     operations = get_operations("cpu", "tetris")
-    before = operations.select_drafts(proposal, capacity, Adjustment(weights, len(survival)))
+    before = operations.select_drafts(proposal, capacity, weights)
     weights[request] = factor
-    after = operations.select_drafts(proposal, capacity, Adjustment(weights, len(survival)))
+    after = operations.select_drafts(proposal, capacity, weights)
     assert after[request] >= before[request]
 
 
@@ -320,7 +317,7 @@ def test_oracle_bounds_every_rule(case, seed):
 
     oracle = select_oracle(survival, capacity, caps, accept_lens=accept_lens)
     assert accepted(oracle) == int(oracle.sum()) <= capacity
-    for name in ("torch", "uniform", "random"):
+    for name in ("tetris", "uniform", "random"):
         assert accepted(oracle) >= accepted(get_selector(name)(survival, capacity, caps))
 
 
@@ -346,7 +343,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"draft_probs must be \[batch, max_draft\]"):
         survival_from_probs(torch.ones(3))
     with pytest.raises(
-        ValueError, match="unknown selector 'triton'; choose one of torch, reference, uniform, random"
+        ValueError, match="unknown selector 'triton'; choose one of tetris, reference, uniform, random"
     ):
         get_selector("triton")
 

@@ -114,6 +114,10 @@ def test_a_flag_wins_over_its_variable(parser, environment):
         ("--speculative-tetris-capacity-tokens", "-4", "must be a whole number above 0"),
         ("--speculative-tetris-capacity-tokens", "2.5", "must be a whole number"),
         ("--speculative-tetris-selection", "best", "must be one of tetris, uniform, random"),
+        ("--speculative-tetris-fairness", "5", "must be a number from 0 to 4"),
+        ("--speculative-tetris-fairness", "-1", "must be a number from 0 to 4"),
+        ("--speculative-tetris-fairness", "nan", "must be a number from 0 to 4"),
+        ("--speculative-tetris-fairness", "some", "must be a number from 0 to 4"),
         ("--speculative-tetris-phase-times", "maybe", "must be one of on, true, yes, 1, off, false, no, 0"),
     ],
 )

@@ -457,6 +457,22 @@ def test_late_results_do_not_count_against_the_draft(batch_size, lag):
     assert policy.curves.confidence(4) == pytest.approx(0.5, rel=0.05 if batch_size > 1 else 0.1)
 
 
+def test_fair_capacity_follows_the_tokens_that_count():
+    """Of two requests alike but for their pace, a row of the slow one earns more, so a step verifies further there."""
+    policy = make_auto()
+    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
+    policy._may_adjust, policy._rate = True, 200.0  # tokens per request and second
+    batch = SimpleNamespace(reqs=[None] * 2, seq_lens_sum=0)
+    policy.choose = lambda *_: StepPlan(NUM_STEPS, 4)
+    policy._candidates[2] = policy._list_candidates(2, LIMITS)
+    probs = torch.full((2, NUM_STEPS), 0.7)
+    proposal = Proposal(torch.zeros((2, NUM_STEPS), dtype=torch.int64), probs)
+    verified = []
+    for weights in (torch.tensor([0.25, 0.25]), None, torch.tensor([1.0, 1.0]), torch.tensor([4.0, 4.0])):
+        verified.append(planner.after_draft(proposal, planner.plan(batch, 2), weights).capacity_tokens)
+    assert verified[0] < verified[1] == verified[2] < verified[3]
+
+
 @pytest.mark.parametrize(
     "known, lens, expected", [(700, None, 700), (None, [300, 400], 700), (None, None, 0)]
 )

@@ -15,7 +15,7 @@ from tetris_sglang.config import (
 
 PER_REQUEST, TOKENS = "SGLANG_TETRIS_CAPACITY_PER_REQUEST", "SGLANG_TETRIS_CAPACITY_TOKENS"
 SELECTION, PHASE_TIMES = "SGLANG_TETRIS_SELECTION", "SGLANG_TETRIS_PHASE_TIMES"
-RECORD = "SGLANG_TETRIS_RECORD"
+RECORD, FAIRNESS = "SGLANG_TETRIS_RECORD", "SGLANG_TETRIS_FAIRNESS"
 
 
 def parse(num_steps: int = DEFAULT_NUM_STEPS, **variables: str) -> TetrisConfig:
@@ -33,6 +33,8 @@ def parse(num_steps: int = DEFAULT_NUM_STEPS, **variables: str) -> TetrisConfig:
         ({SELECTION: "tetris"}, "selection", "tetris"),
         ({SELECTION: "uniform"}, "selection", "uniform"),
         ({SELECTION: "random"}, "selection", "random"),
+        ({FAIRNESS: "0"}, "fairness", 0.0),
+        ({FAIRNESS: "0.5"}, "fairness", 0.5),
         ({PHASE_TIMES: "1"}, "phase_times", True),
         ({PHASE_TIMES: "True"}, "phase_times", True),
         ({PHASE_TIMES: "no"}, "phase_times", False),
@@ -122,6 +124,12 @@ def test_number_of_steps_out_of_range(num_steps):
 @pytest.mark.parametrize("num_steps", [1, MAX_NUM_STEPS])
 def test_number_of_steps_at_the_ends_of_the_range(num_steps):
     assert parse(num_steps).num_steps == num_steps
+
+
+def test_a_baseline_knows_no_fairness():
+    with pytest.raises(ValueError, match="fairness=2.0 and .*selection=random are both given.*Remove one"):
+        parse(**{FAIRNESS: "2", SELECTION: "random"})
+    assert parse(**{FAIRNESS: "2", SELECTION: "tetris"}).fairness == 2
 
 
 def test_both_forms_of_capacity():

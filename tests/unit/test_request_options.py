@@ -19,7 +19,14 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from tetris_sglang.drafting import Proposal
 from tetris_sglang.runtime.operations import get_operations
-from tetris_sglang.runtime.request_options import DEFAULT, Adjustment, RequestOptions, RequestWeights, parse
+from tetris_sglang.runtime.request_options import (
+    DEFAULT,
+    Adjustment,
+    RequestOptions,
+    RequestWeights,
+    combine_weights,
+    parse,
+)
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -145,9 +152,8 @@ PROBS = torch.tensor([[0.9, 0.9, 0.9], [0.5, 0.5, 0.5], [0.8, 0.2, 0.0]])
 
 
 def select(weights: list[float], capacity: int, selection: str = "tetris") -> list[int]:
-    adjustment = Adjustment(torch.tensor(weights), sum(weight > 0 for weight in weights))
     proposal = Proposal(torch.zeros(3, 3, dtype=torch.int64), PROBS)
-    return get_operations("cpu", selection).select_drafts(proposal, capacity, adjustment).tolist()
+    return get_operations("cpu", selection).select_drafts(proposal, capacity, torch.tensor(weights)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,14 @@ def test_weighted_selection(weights, capacity, draft_lens):
     assert select(weights, capacity) == draft_lens
 
 
+def test_wishes_go_on_top_of_the_pace():
+    pace, wishes = torch.tensor([2.0, 0.5]), Adjustment(torch.tensor([0.0, 4.0]), 1)
+    assert combine_weights(None, None) is None
+    assert combine_weights(pace, None) is pace
+    assert combine_weights(None, wishes) is wishes.weights
+    assert combine_weights(pace, wishes).tolist() == [0.0, 2.0]
+
+
 @pytest.mark.parametrize("selection", ["uniform", "random"])
 def test_baselines_give_nothing_to_requests_that_opted_out(selection):
     draft_lens = select([1, 0, 64], 5, selection)
@@ -175,7 +189,7 @@ def test_baselines_give_nothing_to_requests_that_opted_out(selection):
 
 def test_a_batch_without_wishes_goes_the_ordinary_way():
     operations = get_operations("cpu", "tetris")._replace(
-        select=lambda probs, capacity_tokens: (probs, capacity_tokens), select_nodes=None
+        select=lambda *arguments: arguments, select_nodes=None
     )
-    probs, capacity = operations.select_drafts(Proposal(torch.zeros(3, 3), PROBS), 4)
-    assert torch.equal(probs, PROBS) and capacity == 4
+    probs, capacity, weights = operations.select_drafts(Proposal(torch.zeros(3, 3), PROBS), 4)
+    assert torch.equal(probs, PROBS) and capacity == 4 and weights is None

@@ -21,6 +21,7 @@ class Arm:
     capacity_tokens: instead of k, drafts verified per step over the whole batch, of num_steps drafted per request.
     draft: what drafts, one of DRAFTS. topk: branches of a draft tree, which is num_steps deep; 1: chains.
     continued: of auto: tokens with which chains go on from the text, behind the num_steps that the model drafts.
+    fairness: of auto; None: the server's default.
     """
 
     family: str
@@ -31,6 +32,7 @@ class Arm:
     draft: str = "standalone"
     topk: int = 1
     continued: int = 0
+    fairness: float | None = None
 
     @property
     def name(self) -> str:
@@ -47,7 +49,8 @@ class Arm:
         if self.family == "adaptive":
             return name
         if self.family == "auto":
-            return f"{name} D={self.num_steps}" + (f"+{self.continued}" if self.continued else "")
+            name += f" D={self.num_steps}" + (f"+{self.continued}" if self.continued else "")
+            return name + ("" if self.fairness is None else f" fairness={self.fairness:g}")
         if self.family == "full":
             return f"{name} D={self.k}"
         if self.capacity_tokens:
@@ -85,6 +88,8 @@ class Arm:
             if self.topk == 1 and draft:
                 num_draft_tokens = self.num_steps + self.continued + 1
                 drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
+            if self.fairness is not None:
+                drafting += ["--speculative-tetris-fairness", f"{self.fairness:g}"]
             return ["--speculative-algorithm", "TETRIS", *drafting]
         return [
             *("--speculative-algorithm", "TETRIS", *drafting),

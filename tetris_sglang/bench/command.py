@@ -97,6 +97,12 @@ def bench(
             show_default="as --num-steps, which is the server's",
         ),
     ] = None,
+    fairness: Annotated[
+        str | None,
+        typer.Option(
+            help="--speculative-tetris-fairness of auto, e.g. 0,1,2.", show_default="the server's default"
+        ),
+    ] = None,
     workload: Annotated[str, typer.Option(help=f"The shipped prompts: {', '.join(WORKLOADS)}.")] = WORKLOADS[
         0
     ],

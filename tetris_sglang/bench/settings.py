@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -74,6 +74,8 @@ class Settings:
     """0: whole runs."""
     continued: tuple[int, ...] = (0,)
     """Tokens with which auto's chains go on from the text; of models' chains."""
+    fairness: tuple[float, ...] = ()
+    """Of auto; empty: the server's default."""
     waves: int = WAVES
     """Prompts per run and request in flight, at least."""
 
@@ -101,8 +103,10 @@ class Settings:
                 # Chains of n-grams are as long by default as those of models that go on from the text.
                 is_lookup = topk == 1 and draft == "ngram"
                 num_steps = 2 * self.num_steps if is_lookup else self.num_steps
-                for continued in self.continued if topk == 1 and not is_lookup else (0,):
-                    arms.append(Arm("auto", num_steps=num_steps, draft=draft, topk=topk, continued=continued))
+                goes_on = self.continued if topk == 1 and not is_lookup else (0,)
+                for continued, fairness in product(goes_on, self.fairness or (None,)):
+                    arm = Arm("auto", num_steps=num_steps, draft=draft, topk=topk, continued=continued)
+                    arms.append(replace(arm, fairness=fairness))
             for k in self.k:
                 arms += self._build_with_k(k, depth, draft, topk)
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):
@@ -189,6 +193,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
             least=0,
         ),
         waves=chosen["waves"],
+        fairness=_split(chosen.get("fairness") or "none", "--fairness", float, optional=True),
     )
 
 

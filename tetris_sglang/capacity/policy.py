@@ -24,8 +24,8 @@ def _as_asked(batch_size: int, rows: int) -> int | None:
 class DraftLimits:
     """What a server can draft and verify.
 
-    depths: to which it can draft, ascending; captured passes go to the full depth only. 0 is among them where chains go on
-        from recent texts, which needs no pass.
+    depths: to which it can draft, ascending; of captured passes a few. 0 is among them where chains go on from recent
+        texts, which needs no pass.
     count_nodes: depth -> tokens drafted per request.
     fit_rows: (batch_size, rows) -> rows that a target's pass for them has (those of its graph); None: as many as asked for.
     num_continued: tokens of a chain behind those that its passes draft.

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tetris_sglang.kernels.checks import INT32, INTEGERS, check_device, check_tensor
-from tetris_sglang.selection import SMALLEST_SURVIVAL, select_prefixes, survival_from_probs
+from tetris_sglang.selection import fill_capacity, survival_from_probs
 
 # One program keeps the whole batch in registers: at most 64 survivals for each of its at most 512 threads
 # (1024 threads get half the registers each, and some spill).
@@ -18,19 +18,22 @@ LARGEST_MAX_DRAFT = 64
 _SMALLEST_SURVIVAL_BITS = tl.constexpr(0x00800000)
 
 
-def select_drafts(draft_probs: Tensor, capacity_tokens: int | Tensor, out: Tensor | None = None) -> Tensor:
+def select_drafts(
+    draft_probs: Tensor,
+    capacity_tokens: int | Tensor,
+    weights: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Choose the draft tokens of the whole batch that are most likely to survive verification.
 
     TETRIS (arXiv:2502.15197), Algorithm 1. Exactly, ties included:
-        survival = survival_from_probs(draft_probs).clamp_min(smallest normal float32)
-        draft_lens = select_prefixes(survival, capacity_tokens)
+        draft_lens = fill_capacity(survival_from_probs(draft_probs), capacity_tokens, weights)
     as torch computes it on a CPU, which multiplies a chain from its root on in float64 and rounds every
     survival once. (On CUDA, torch's cumprod rounds to float32 after each product and in another order: there
-    near-ties may rank differently.) The clamp makes every token selectable, so that sum(draft_lens) is known
-    without a sync.
+    near-ties may rank differently.)
 
-    Survivals are positive float32, so their bit patterns order as integers do. The threshold, the C-th
-    largest survival of the batch, is found bit by bit: 30 counts over registers. Above it everything is
+    What is ranked is positive float32, so bit patterns order as integers do. The threshold, the C-th
+    largest of the batch, is found bit by bit: 30 counts over registers. Above it everything is
     selected; the tokens equal to it follow by depth, then by request.
 
     A batch too large for one program's registers (the batch, rounded up to a power of two, times max_draft
@@ -42,9 +45,11 @@ def select_drafts(draft_probs: Tensor, capacity_tokens: int | Tensor, out: Tenso
             tokens. Values outside [0, 1] are clamped, NaN counts as 0.
         capacity_tokens: draft tokens over the whole batch, roots excluded; a 0-d int32 or int64 tensor on the
             same device keeps it out of a captured CUDA graph's constants.
+        weights: [batch] float32 in [0, 1]; default: 1.
         out: [batch] int32 to write into.
     Returns:
-        draft_lens: [batch] int32, sum = min(capacity_tokens, batch * max_draft); `out` if given.
+        draft_lens: [batch] int32, sum = capacity_tokens, or all drafts of the requests with a weight above 0 if those are
+            fewer; `out` if given.
     Raises:
         ValueError: wrong shapes, dtypes or devices, or an int capacity_tokens < 0 (a tensor's value is not
             read: a negative one selects nothing).
@@ -61,6 +66,8 @@ def select_drafts(draft_probs: Tensor, capacity_tokens: int | Tensor, out: Tenso
         check_tensor("capacity_tokens", capacity_tokens, (), INTEGERS, draft_probs)
     elif capacity_tokens < 0:
         raise ValueError(f"capacity_tokens must be >= 0, got {capacity_tokens}")
+    if weights is not None:
+        check_tensor("weights", weights, (batch,), (torch.float32,), draft_probs)
     if out is None:
         draft_lens = torch.empty(batch, dtype=torch.int32, device=draft_probs.device)
     else:
@@ -70,18 +77,19 @@ def select_drafts(draft_probs: Tensor, capacity_tokens: int | Tensor, out: Tenso
     if draft_probs.numel() == 0:
         return draft_lens.zero_()
     if not fits_one_launch(batch, max_draft):
-        survival = survival_from_probs(draft_probs).clamp_(min=SMALLEST_SURVIVAL)
-        return draft_lens.copy_(select_prefixes(survival, capacity_tokens))
+        return draft_lens.copy_(fill_capacity(survival_from_probs(draft_probs), capacity_tokens, weights))
     block, num_warps = plan_launch(batch, max_draft)
     select_kernel[(1,)](
         draft_probs,
-        capacity_tokens if on_device else min(capacity_tokens, batch * max_draft),
+        capacity_tokens if on_device else min(capacity_tokens, batch * max_draft),  # an int32
+        draft_probs if weights is None else weights,
         draft_lens,
         batch,
         MAX_DRAFT=max_draft,
         DEPTH_BITS=max_draft.bit_length(),
         BLOCK=block,
         CAPACITY_ON_DEVICE=on_device,
+        HAS_WEIGHTS=weights is not None,
         num_warps=num_warps,
     )
     return draft_lens
@@ -105,12 +113,14 @@ def plan_launch(batch: int, max_draft: int) -> tuple[int, int]:
 def select_kernel(
     draft_probs,
     capacity_tokens,
+    weights,
     draft_lens,
     batch,
     MAX_DRAFT: tl.constexpr,
     DEPTH_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPACITY_ON_DEVICE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
 ):
     requests = tl.arange(0, BLOCK)
     is_request = requests < batch
@@ -118,30 +128,39 @@ def select_kernel(
         capacity = tl.load(capacity_tokens)
     else:
         capacity = capacity_tokens
-    capacity = tl.minimum(tl.maximum(capacity, 0), batch * MAX_DRAFT).to(tl.int32)
+    # A request without a weight has no tokens, as if it were none.
+    has_tokens = is_request
+    if HAS_WEIGHTS:
+        weight = tl.load(weights + requests, mask=is_request, other=0.0)
+        has_tokens = weight > 0
+    most_tokens = tl.sum(has_tokens.to(tl.int32)) * MAX_DRAFT
+    capacity = tl.minimum(tl.maximum(capacity, 0), most_tokens).to(tl.int32)
 
     # One vector per depth, all in the same layout: whatever follows is elementwise but for the counts.
     survival = tl.full([BLOCK], 1.0, tl.float64)
-    survival_bits = ()
+    worth_bits = ()
     for depth in tl.static_range(MAX_DRAFT):
         prob = tl.load(draft_probs + requests * MAX_DRAFT + depth, mask=is_request, other=0.0)
         survival *= tl.minimum(tl.maximum(prob, 0.0), 1.0)  # of a NaN and 0, maximum takes the 0
-        bits = survival.to(tl.float32).to(tl.int32, bitcast=True)
-        bits = tl.where(is_request, tl.maximum(bits, _SMALLEST_SURVIVAL_BITS), 0)
-        survival_bits += (bits,)
+        worth = survival.to(tl.float32)
+        if HAS_WEIGHTS:
+            worth *= weight
+        bits = worth.to(tl.int32, bitcast=True)
+        bits = tl.where(has_tokens, tl.maximum(bits, _SMALLEST_SURVIVAL_BITS), 0)
+        worth_bits += (bits,)
 
     # The largest threshold that `capacity` tokens reach. The bits of 1.0, the largest survival, are below
     # 2**30; with a capacity of 0 every count suffices, and the threshold ends above all of them.
     threshold = 0
     for bit in range(29, -1, -1):
         trial = threshold | (1 << bit)
-        reaching = tl.sum(_count_reaching(survival_bits, trial, MAX_DRAFT))
+        reaching = tl.sum(_count_reaching(worth_bits, trial, MAX_DRAFT))
         threshold = tl.where(reaching >= capacity, trial, threshold)
 
-    # Survival never rises along a chain: request r's tokens above the threshold are its first fewest[r],
+    # What is ranked never rises along a chain: request r's tokens above the threshold are its first fewest[r],
     # those equal to it the next ones up to most[r]. Find the largest depth above which all equal ones fit.
-    fewest = _count_reaching(survival_bits, threshold + 1, MAX_DRAFT)
-    most = _count_reaching(survival_bits, threshold, MAX_DRAFT)
+    fewest = _count_reaching(worth_bits, threshold + 1, MAX_DRAFT)
+    most = _count_reaching(worth_bits, threshold, MAX_DRAFT)
     full_depth = 0
     for bit in range(DEPTH_BITS - 1, -1, -1):
         trial = full_depth | (1 << bit)
@@ -156,9 +175,9 @@ def select_kernel(
 
 
 @triton.jit
-def _count_reaching(survival_bits, threshold, MAX_DRAFT: tl.constexpr):
-    """Per request, the tokens whose survival is at least the threshold."""
-    count = (survival_bits[0] >= threshold).to(tl.int32)
+def _count_reaching(worth_bits, threshold, MAX_DRAFT: tl.constexpr):
+    """Per request, the tokens that reach the threshold."""
+    count = (worth_bits[0] >= threshold).to(tl.int32)
     for depth in tl.static_range(1, MAX_DRAFT):
-        count += (survival_bits[depth] >= threshold).to(tl.int32)
+        count += (worth_bits[depth] >= threshold).to(tl.int32)
     return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,16 +20,20 @@ from tetris_sglang.kernels.reference import (
     pack_roots,
     pack_rows_reference,
 )
-from tetris_sglang.runtime.request_options import LARGEST_WEIGHT, Adjustment
-from tetris_sglang.selection import SMALLEST_SURVIVAL, Selector, get_selector, survival_from_probs
+from tetris_sglang.runtime.request_options import LARGEST_WEIGHT
+from tetris_sglang.selection import (
+    LARGEST_PACE_WEIGHT,
+    fill_capacity,
+    get_selector,
+    survival_from_probs,
+)
 
 
 class Operations(NamedTuple):
-    select: Callable[[Tensor, int], Tensor]
-    """(draft_probs [batch, depth] float32, capacity_tokens) -> draft_lens [batch] int32, sum = capacity_tokens"""
-    select_nodes: Selector
-    """(survivals [batch, num_nodes] float32, non-increasing; capacity_tokens; max_draft_lens [batch] integers, or None)
-    -> draft_lens: trees, and requests with wishes. Torch operations on every device."""
+    select: Callable[..., Tensor]
+    """Chains: as kernels.select.select_drafts."""
+    select_nodes: Callable[..., Tensor]
+    """Trees: as selection.fill_capacity, torch operations on every device."""
     pack: Callable[..., PackedTokens]
     """As kernels.pack.pack_rows."""
     accept: Callable[..., AcceptedTokens]
@@ -39,24 +44,20 @@ class Operations(NamedTuple):
     """As acceptance.noise.draw."""
 
     def select_drafts(
-        self, proposal: Proposal, capacity_tokens: int, adjustment: Adjustment | None = None
+        self, proposal: Proposal, capacity_tokens: int, weights: Tensor | None = None
     ) -> Tensor:
         """draft_lens [batch] int32, sum = capacity_tokens.
 
         Args:
-            capacity_tokens: with an adjustment, at most all drafts of the requests that speculate.
-            adjustment: the batch's wishes; the baselines heed only those for no drafts.
+            capacity_tokens: at most all drafts of the requests with a weight above 0.
+            weights: [batch] float32 in [0, LARGEST_WEIGHT * LARGEST_PACE_WEIGHT], what the requests' survivals are multiplied
+                with; None: all alike. The baselines heed only zeros.
         """
-        scores = proposal.scores.contiguous()
-        if adjustment is None:
-            select = self.select if proposal.shape is None else self.select_nodes
-            return select(scores, capacity_tokens)
-        survival = survival_from_probs(scores) if proposal.shape is None else scores
-        # One factor per request, so what was ordered within a request still is; in [0, 1], as selection wants it.
-        weighted = survival * (adjustment.weights / LARGEST_WEIGHT)[:, None]
-        # A weight of 0 is not enough: serving lifts survivals to fill the capacity.
-        max_draft_lens = (adjustment.weights > 0) * scores.shape[1]
-        return self.select_nodes(weighted, capacity_tokens, max_draft_lens)
+        select = self.select if proposal.shape is None else self.select_nodes
+        # In [0, 1], as selection wants it.
+        if weights is not None:
+            weights = weights / (LARGEST_WEIGHT * LARGEST_PACE_WEIGHT)
+        return select(proposal.scores.contiguous(), capacity_tokens, weights)
 
     def pack_grid(
         self,
@@ -129,11 +130,10 @@ def get_operations(device: str, selection: str) -> Operations:
     Args:
         selection: "tetris", or a baseline, which is torch everywhere.
     """
-    selector = get_selector("torch" if selection == "tetris" else selection)
-    select_nodes = _select_all(selector)
+    select_nodes = partial(fill_capacity, select=get_selector(selection))
 
-    def select(draft_probs: Tensor, capacity_tokens: int) -> Tensor:
-        return select_nodes(survival_from_probs(draft_probs), capacity_tokens)
+    def select(draft_probs: Tensor, capacity_tokens: int, weights: Tensor | None = None) -> Tensor:
+        return select_nodes(survival_from_probs(draft_probs), capacity_tokens, weights)
 
     if device != "cuda":
         return Operations(select, select_nodes, pack_rows_reference, accept_rows_reference, perturb, draw)
@@ -150,14 +150,3 @@ def get_operations(device: str, selection: str) -> Operations:
         noise.perturb,
         noise.draw,
     )
-
-
-def _select_all(selector: Selector) -> Selector:
-    """A selector that fills its capacity whatever the survivals."""
-
-    def select(
-        survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None
-    ) -> Tensor:
-        return selector(survival.clamp(min=SMALLEST_SURVIVAL), capacity_tokens, max_draft_lens)
-
-    return select

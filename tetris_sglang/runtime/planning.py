@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tetris_sglang.capacity import (
     AutoCapacity,
@@ -90,9 +91,11 @@ class StepPlanner:
         rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
         self._clock.describe(StepShape(batch_size, plan.depth, rows, self._context_tokens))
 
-    def after_draft(self, proposal: Proposal, plan: StepPlan) -> StepPlan:
+    def after_draft(self, proposal: Proposal, plan: StepPlan, pace_weights: Tensor | None = None) -> StepPlan:
         """Look at what a step drafted; later steps are planned from it.
 
+        Args:
+            pace_weights: [batch] float32, 1 at the mean pace, what a token of each request counts; None: as much as any.
         Returns:
             The plan, adjusted to the drafts where the host knows them without waiting.
         """
@@ -107,6 +110,9 @@ class StepPlanner:
                 depths = least_passes(proposal.evidence, num_continued)
         else:
             depths = proposal.shape.depths[:, 1:]
+        if pace_weights is not None:
+            # A row more is worth what it counts. `AcceptCurves.confirm` holds the sum against what is accepted.
+            survival = survival * pace_weights[:, None]
         curves = HostCopy(measure_curves(survival, depths, depth, self._shares))
         if not self._on_cuda:
             adjusted = self._auto.adjust(

@@ -114,6 +114,13 @@ class RequestWeights:
         return Adjustment(send(weights, self._device), sum(option.speculate for option in options))
 
 
+def combine_weights(pace_weights: Tensor | None, adjustment: Adjustment | None) -> Tensor | None:
+    """The requests' weights in the selection [batch] float32; None: all alike."""
+    if adjustment is None:
+        return pace_weights
+    return adjustment.weights if pace_weights is None else pace_weights * adjustment.weights
+
+
 def _parse_speculate(value: Any) -> bool:
     if value is None:
         return DEFAULT.speculate

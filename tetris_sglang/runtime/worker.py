@@ -45,7 +45,7 @@ from tetris_sglang.runtime.phases import PhaseTimer
 from tetris_sglang.runtime.planning import StepPlanner
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.recording import StepRecorder
-from tetris_sglang.runtime.request_options import RequestWeights
+from tetris_sglang.runtime.request_options import RequestWeights, combine_weights
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.verify import (
     commit_paths,
@@ -55,7 +55,7 @@ from tetris_sglang.runtime.verify import (
     make_grammar_tree,
     sample_target,
 )
-from tetris_sglang.selection import AcceptanceHistory, Calibration, EvidenceOffsets
+from tetris_sglang.selection import AcceptanceHistory, Calibration, EvidenceOffsets, RequestPace
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class TetrisWorker(BaseSpecWorker):
         else:
             worker_class = HeadDraft if kind in HEADS else StandaloneDraft
             self._draft = self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
-        self.learner = self.recorder = None
+        self.learner = self.recorder = self._pace = None
         if kind == STANDALONE:
             StandaloneWorkerV2._validate_vocab_compatibility(
                 self,
@@ -152,6 +152,8 @@ class TetrisWorker(BaseSpecWorker):
                 AcceptanceHistory(len(pool.req_to_token), self.device),
             )
             self._draft.calibrate = self.learner.calibrate
+        if self.config.fairness:
+            self._pace = RequestPace(len(pool.req_to_token), self.config.fairness, self.device)
         if self.config.record is not None and self._ranks.is_first:
             self.recorder = StepRecorder(
                 self.config,
@@ -202,6 +204,8 @@ class TetrisWorker(BaseSpecWorker):
         self._seeds.give(batch)
         if self.recorder is not None:
             self.recorder.add_prefilled(batch.reqs, batch.req_pool_indices)
+        if self._pace is not None:
+            self._pace.forget(batch.req_pool_indices)
         if self.learner is not None:
             self.learner.add_prefilled(batch.req_pool_indices, batch.sampling_info.top_ks != 1)
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
@@ -234,6 +238,7 @@ class TetrisWorker(BaseSpecWorker):
 
         adjustment = self._request_weights.adjust(batch.reqs)
         plan = self.planner.plan(batch, batch_size if adjustment is None else adjustment.num_speculating)
+        pace_weights = None if self._pace is None else self._pace.weights(batch.req_pool_indices)
         proposal = draft_lens = None
         if plan.capacity_tokens:
             with self.phases("draft"), self._draft_context():
@@ -241,12 +246,13 @@ class TetrisWorker(BaseSpecWorker):
 
         with self.phases("select"):
             if proposal is not None:
-                plan = self.planner.after_draft(proposal, plan)
+                plan = self.planner.after_draft(proposal, plan, pace_weights)
             depth, capacity_tokens = plan
             num_tokens = batch_size + capacity_tokens
             tier = self._fit_rows(batch_size, num_tokens)
             if proposal is not None:
-                draft_lens = self._operations.select_drafts(proposal, capacity_tokens, adjustment)
+                weights = combine_weights(pace_weights, adjustment)
+                draft_lens = self._operations.select_drafts(proposal, capacity_tokens, weights)
             # SGLang reads results in rows of a fixed width.
             max_depth = depth + self._draft.num_continued if capacity_tokens else 0
             most_drafts = min(max_depth, capacity_tokens)
@@ -302,6 +308,8 @@ class TetrisWorker(BaseSpecWorker):
             rows = batch.req_pool_indices
             if self.recorder is not None:
                 self.recorder.add(proposal, grid, accepted, packed.verify_lens, rows, depth)
+            if self._pace is not None:
+                self._pace.observe(rows, accept_lens)
             if proposal is not None and self.learner is not None:
                 self.learner.add(proposal, grid, accepted, packed.verify_lens, rows)
             if depth:
@@ -360,9 +368,8 @@ class TetrisWorker(BaseSpecWorker):
 
     def _make_limits(self) -> DraftLimits:
         num_steps, num_continued = self.speculative_num_steps, self._draft.num_continued
-        # Captured passes of the draft always go to the full depth.
-        captured = getattr(self._draft_worker, "captured", None) is not None
-        depths = [num_steps] if captured else range(1, num_steps + 1)
+        captured = getattr(self._draft_worker, "captured", None)
+        depths = range(1, num_steps + 1) if captured is None else captured.depths
         return DraftLimits(
             depths=[0, *depths] if num_continued else depths,
             count_nodes=self._draft.count_nodes,

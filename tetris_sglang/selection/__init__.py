@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.selection.baselines import select_oracle, select_random, select_uniform
-from tetris_sglang.selection.batched import select_prefixes
+from tetris_sglang.selection.batched import fill_capacity, select_prefixes
 from tetris_sglang.selection.calibration import (
     Calibration,
     Outcomes,
@@ -17,10 +17,12 @@ from tetris_sglang.selection.calibration import (
 )
 from tetris_sglang.selection.evidence import EvidenceOffsets
 from tetris_sglang.selection.history import AcceptanceHistory
+from tetris_sglang.selection.pace import LARGEST_PACE_WEIGHT, RequestPace
 from tetris_sglang.selection.reference import select_prefixes_reference
 from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_probs
 
 __all__ = [
+    "LARGEST_PACE_WEIGHT",
     "SMALLEST_SURVIVAL",
     "AcceptanceHistory",
     "Calibration",
@@ -28,8 +30,10 @@ __all__ = [
     "Outcomes",
     "Reliability",
     "ReliabilityBin",
+    "RequestPace",
     "Selector",
     "chain_outcomes",
+    "fill_capacity",
     "get_selector",
     "select_oracle",
     "select_prefixes",
@@ -53,7 +57,7 @@ def get_selector(name: str) -> Selector:
     """Look up a selection rule.
 
     Args:
-        name: "torch" (the one to serve with), "reference" (the paper's heap; copies to the host and back: for
+        name: "tetris" (the one to serve with), "reference" (the paper's heap; copies to the host and back: for
             tests), "uniform" or "random" (baselines).
     Raises:
         ValueError: unknown name.
@@ -72,7 +76,7 @@ def _select_on_host(
 
 
 _SELECTORS: dict[str, Selector] = {
-    "torch": select_prefixes,
+    "tetris": select_prefixes,
     "reference": _select_on_host,
     "uniform": select_uniform,
     "random": select_random,

@@ -1,7 +1,11 @@
 """TETRIS's selection for a whole batch at once: one stable sort instead of a heap."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from tetris_sglang.selection.survival import SMALLEST_SURVIVAL
 
 
 def select_prefixes(
@@ -58,3 +62,29 @@ def select_prefixes(
     # Each token is written once, so no atomics decide anything; unranked ones stay False.
     chosen = torch.zeros(max_draft * batch, dtype=torch.bool, device=device).scatter_(0, order, selected)
     return chosen.view(max_draft, batch).sum(dim=0, dtype=torch.int32)
+
+
+def fill_capacity(
+    survival: Tensor,
+    capacity_tokens: int | Tensor,
+    weights: Tensor | None = None,
+    select: Callable[..., Tensor] = select_prefixes,
+) -> Tensor:
+    """Select so that the number of tokens is known without a sync: whatever the survivals, the capacity is filled.
+
+    Args:
+        survival: as for `select_prefixes`.
+        weights: [batch] float32 in [0, 1], what each request's survivals are multiplied with: one factor, so what was ordered
+            within a request still is. Default: 1.
+        select: `select_prefixes`, or a baseline.
+    Returns:
+        draft_lens: [batch] int32, sum = capacity_tokens, or all drafts of the requests with a weight above 0 if those are fewer.
+    Sync: none; CUDA-graph safe.
+    Example: [[.9, .8], [.5, 0]], 3, weights [.5, 1] -> [2, 1]
+    """
+    max_draft_lens = None
+    if weights is not None:
+        survival = survival * weights[:, None]
+        # A weight of 0 is not enough: what is lifted is chosen.
+        max_draft_lens = (weights > 0) * survival.shape[1]
+    return select(survival.clamp(min=SMALLEST_SURVIVAL), capacity_tokens, max_draft_lens)

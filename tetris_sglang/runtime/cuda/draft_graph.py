@@ -1,13 +1,15 @@
-"""All of the draft's passes of a step as one CUDA graph per batch size.
+"""All of the draft's passes of a step as one CUDA graph per batch size and depth.
 
 Upstream captures the draft's single-token passes and its extend pass separately. TETRIS's first pass comes before the others
-in the same step, so everything from the window of new tokens to the proposal is one graph. It always goes to the full depth.
+in the same step, so everything from the window of new tokens to the proposal is one graph. Of the depths the full one is
+captured, and what halving it gives: a step drafts less where that pays.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
@@ -38,12 +40,24 @@ def capture_drafts(draft) -> DraftGraphs | None:
     graphs = DraftGraphs(draft)
     after = get_available_gpu_memory(draft.device, draft.gpu_id)
     logger.info(
-        "TETRIS: captured %d drafts in %.1f s, %.2f GiB",
+        "TETRIS: captured drafts of %s batch sizes to the depths %s in %.1f s, %.2f GiB",
         len(graphs.capture_bs),
+        graphs.depths,
         time.perf_counter() - started_at,
         before - after,
     )
     return graphs
+
+
+def captured_depths(num_steps: int) -> list[int]:
+    """Ascending: num_steps, half of it, half of that, rounded up, down to 1. Each is a graph per batch size.
+
+    Example: 6 -> [1, 2, 3, 6]
+    """
+    depths = [num_steps]
+    while depths[-1] > 1:
+        depths.append((depths[-1] + 1) // 2)
+    return depths[::-1]
 
 
 class DraftGraphs(EAGLEDraftCudaGraphRunner):
@@ -52,6 +66,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
     def __init__(self, draft) -> None:
         self._draft = draft
         self._width = draft.window_width
+        self.depths = captured_depths(draft.speculative_num_steps)
         self._batches: dict[int, tuple[ForwardBatch, ForwardBatch]] = {}
         """The captured batches by size: the window's pass and the others. They view the static buffers."""
         super().__init__(draft)
@@ -87,8 +102,25 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
 
     def capture_one_shape(self, size: int, forward, *_, **__) -> None:
         first, rest = self._batches[size] = self._make_batches(size)
+        # Once for all depths: every graph reads what a replay plans.
         self._plan(first, rest, in_capture=True)
-        buffers, depth = self.buffers, self.speculative_num_steps
+        for depth in reversed(self.depths):
+            with forward_context(ForwardContext(attn_backend=self.draft_attn_backend), forward_batch=rest):
+                self.backend.capture_one(
+                    self._key(size, depth),
+                    self._make_run(size, depth, first, rest),
+                    capture_inputs=None,
+                    post_warmup_hook=None,
+                )
+
+    def _key(self, size: int, depth: int):
+        return self._make_graph_key(size, variant_label=f"depth {depth}")
+
+    def _make_run(
+        self, size: int, depth: int, first: ForwardBatch, rest: ForwardBatch
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """What is captured: the columns of the proposal, those of its shape last."""
+        buffers = self.buffers
 
         def run_once() -> tuple[Tensor, ...]:
             window = self._window(size)
@@ -104,10 +136,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             columns = proposal.tokens, proposal.scores, proposal.probs, proposal.evidence
             return (*(column for column in columns if column is not None), *(proposal.shape or ()))
 
-        with forward_context(ForwardContext(attn_backend=self.draft_attn_backend), forward_batch=rest):
-            self.backend.capture_one(
-                self._make_graph_key(size), run_once, capture_inputs=None, post_warmup_hook=None
-            )
+        return run_once
 
     def _forward(self, forward_batch: ForwardBatch, backend):
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
@@ -160,11 +189,13 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             self.model_runner.kv_index_translator.bind_runner_slots(batch)
         return first, rest
 
-    def _plan(self, first: ForwardBatch, rest: ForwardBatch, in_capture: bool = False) -> None:
+    def _plan(self, first: ForwardBatch, rest: ForwardBatch | None, in_capture: bool = False) -> None:
+        """`rest` None: there is no pass but the window's."""
         self._window_backend.init_forward_metadata_out_graph(first, in_capture=in_capture)
-        self.draft_attn_backend.init_forward_metadata_out_graph(rest, in_capture=in_capture)
-        for batch in (first, rest):
-            batch.mark_forward_metadata_ready()
+        first.mark_forward_metadata_ready()
+        if rest is not None:
+            self.draft_attn_backend.init_forward_metadata_out_graph(rest, in_capture=in_capture)
+            rest.mark_forward_metadata_ready()
 
     # -- replay ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +214,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             seq_lens: [batch], tokens with target KV, and the same on the host if it has it (some attention backends do
                 without).
             req_pool_indices: [batch]. noise: [batch]; None: all requests are greedy.
-            depth: the whole one for trees; chains are cut to it.
+            depth: one of `depths`.
         Returns:
             Copies: SGLang's graphs share one memory pool, so the target's replay overwrites this one's output.
         """
@@ -211,13 +242,11 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             planned.seq_lens_cpu = None if seq_lens_cpu is None else self._draft_lens_cpu[:size]
             planned.seq_lens_sum = None if seq_lens_cpu is None else int(self._draft_lens_cpu[:size].sum())
         rest.positions = self._draft_lens[:size].repeat_interleave(self.topk)
-        self._plan(first, rest)
-        outputs = self._replay_graph(self._make_graph_key(size), rest)
+        self._plan(first, rest if depth > 1 else None)
+        outputs = self._replay_graph(self._key(size, depth), rest)
         outputs = [output[:batch_size].clone() for output in outputs]
         num_columns = 3 if self._draft.texts is None else 4
         columns, shape = outputs[:num_columns], outputs[num_columns:]
-        if not shape:
-            columns = [column[:, : self._draft.count_nodes(depth)] for column in columns]
         tokens, scores, probs, evidence = *columns, *[None] * (4 - num_columns)
         return Proposal(tokens, scores, TreeShape(*shape) if shape else None, probs, evidence)
 
