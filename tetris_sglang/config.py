@@ -11,7 +11,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,9 @@ def _parse_selection(text: str) -> str:
     return text
 
 
-MAX_FAIRNESS = 4
+MAX_FAIRNESS = 4.0
+AUTO_FAIRNESS = 1.0
+"""Where the capacity sets itself. A fixed one keeps to the paper's rule."""
 
 
 def _parse_fairness(text: str) -> float:
@@ -98,7 +100,7 @@ def _parse_fairness(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= MAX_FAIRNESS:
-        raise ValueError(f"must be a number from 0 to {MAX_FAIRNESS}")
+        raise ValueError(f"must be a number from 0 to {MAX_FAIRNESS:g}")
     return value
 
 
@@ -191,7 +193,8 @@ SETTINGS: tuple[Setting, ...] = (
         "NUMBER",
         "TETRIS: how much more the drafts of slow requests count in the selection: survivals are divided by the tokens per step "
         "that the request has emitted so far, to this power. 0: the most tokens per step (the paper's rule); 1: proportional "
-        "fairness. More of it shortens the slowest requests and costs throughput. Default: 0.",
+        "fairness. More of it shortens the slowest requests, and costs throughput in the end. Default: 1 where the capacity "
+        "sets itself, else 0.",
     ),
     Setting(
         "calibration",
@@ -241,6 +244,7 @@ class TetrisConfig:
     num_steps: tokens drafted per request and step (D), from --speculative-num-steps.
     capacity_per_request: C = capacity_per_request * batch size, or None.
     capacity_tokens: absolute C in draft tokens per step, or None. Neither: the capacity sets itself.
+    fairness: see `selection.RequestPace`; 0: none.
     """
 
     num_steps: int
@@ -295,7 +299,10 @@ class TetrisConfig:
             )
         values.setdefault("capacity_per_request", None)
         values.setdefault("capacity_tokens", None)
-        return cls(num_steps=num_steps, **values)
+        config = cls(num_steps=num_steps, **values)
+        if "fairness" in values or not config.capacity_is_automatic or config.selection != "tetris":
+            return config
+        return replace(config, fairness=AUTO_FAIRNESS)
 
 
 def find_settings(environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -9,7 +9,12 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from tetris_sglang.config import SETTINGS, TetrisConfig
 from tetris_sglang.runtime import draft_kind
-from tetris_sglang.runtime.arguments import UNSUPPORTED, validate_device, validate_server_args
+from tetris_sglang.runtime.arguments import (
+    UNSUPPORTED,
+    resolve_server_args,
+    validate_device,
+    validate_server_args,
+)
 
 LLAMA = {
     "model_type": "llama",
@@ -535,6 +540,16 @@ def test_n_grams_draft_as_many_tokens_as_chains_that_go_on(
         resolve(make_args(**{"speculative_draft_model_path": None, "speculative_num_steps": None, **given}))
     )
     assert (resolved.speculative_num_steps, resolved.speculative_num_draft_tokens) == expected
+
+
+@pytest.mark.parametrize("given, expected", [(None, 48), (200, 200)])
+def test_fewer_requests_than_without_speculation_are_announced(plugins, make_args, caplog, given, expected):
+    caplog.set_level("WARNING", logger="tetris_sglang")
+    args = make_args(speculative_num_steps=4)
+    args.max_running_requests = given  # the portable CPU platform has a limit of its own
+    resolve_server_args(args)
+    assert args.max_running_requests == expected
+    assert ("at most 48 requests run at once" in caplog.text) == (given is None)
 
 
 def test_resolution_sizes_a_tree_and_finds_the_targets_own_layers(plugins, make_args, write_config):

@@ -458,10 +458,11 @@ def test_late_results_do_not_count_against_the_draft(batch_size, lag):
 
 
 def test_fair_capacity_follows_the_tokens_that_count():
-    """Of two requests alike but for their pace, a row of the slow one earns more, so a step verifies further there."""
-    policy = make_auto()
+    """Where a token counts more, a row is worth more of its time; weights of 1 are as none."""
+    rows_cost = dataclasses.replace(SEED, target_s={rows: 0.02 + 0.004 * rows for rows in SEED.target_s})
+    policy = make_auto(rows_cost)
     planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
-    policy._may_adjust, policy._rate = True, 200.0  # tokens per request and second
+    policy._may_adjust, policy._rate = True, 40.0  # tokens per request and second
     batch = SimpleNamespace(reqs=[None] * 2, seq_lens_sum=0)
     policy.choose = lambda *_: StepPlan(NUM_STEPS, 4)
     policy._candidates[2] = policy._list_candidates(2, LIMITS)

@@ -65,7 +65,7 @@ def test_a_file_is_no_folder_to_record_in(tmp_path):
 
 @pytest.mark.parametrize("num_steps", [1, 6, 64])
 def test_by_default_the_capacity_sets_itself(num_steps):
-    assert parse(num_steps) == TetrisConfig(num_steps, None, None, "tetris", calibration=True)
+    assert parse(num_steps) == TetrisConfig(num_steps, None, None, "tetris", fairness=1.0, calibration=True)
     assert parse(num_steps, **{PER_REQUEST: "auto"}) == parse(num_steps)
     assert parse(num_steps, **{PER_REQUEST: "AUTO", TOKENS: "8"}).capacity_tokens == 8
 
@@ -124,6 +124,22 @@ def test_number_of_steps_out_of_range(num_steps):
 @pytest.mark.parametrize("num_steps", [1, MAX_NUM_STEPS])
 def test_number_of_steps_at_the_ends_of_the_range(num_steps):
     assert parse(num_steps).num_steps == num_steps
+
+
+@pytest.mark.parametrize(
+    "variables, fairness",
+    [
+        ({}, 1.0),
+        ({PER_REQUEST: "auto"}, 1.0),
+        ({PER_REQUEST: "3"}, 0.0),
+        ({TOKENS: "8"}, 0.0),
+        ({SELECTION: "uniform"}, 0.0),
+        ({FAIRNESS: "0"}, 0.0),
+        ({TOKENS: "8", FAIRNESS: "2"}, 2.0),
+    ],
+)
+def test_a_capacity_that_sets_itself_is_fair_by_default(variables, fairness):
+    assert parse(**variables).fairness == fairness
 
 
 def test_a_baseline_knows_no_fairness():

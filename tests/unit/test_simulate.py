@@ -130,7 +130,9 @@ def serve(policy: str, setup: Setup, classes, requests, *, engine=simulate_fleet
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["none", "sd2", "uniform1+2", "tetris1.5+1", "tetris4@6", "auto"])
+@pytest.mark.parametrize(
+    "policy", ["none", "sd2", "uniform1+2", "tetris1.5+1", "tetris1.5+1~2", "tetris4@6", "auto", "auto~0.7"]
+)
 @pytest.mark.parametrize(
     ("setup", "rate"),
     [
@@ -404,6 +406,23 @@ def test_a_heavier_class_is_served_faster():
     assert heavy_s < 0.8 * light_s
 
 
+def test_fairness_shortens_the_slow_and_keeps_what_is_done():
+    easy, hard = make_class(make_rows(0.95)), make_class(make_rows(0.4, seed=1), name="hard")
+    requests = draw_requests([easy, hard], 800, seed=0)
+    hard_s, rows = [], []
+    for policy in ("tetris1+3~0", "tetris1+3~1", "tetris1+3~2"):
+        counts, times = serve(policy, make_setup(users=32), [easy, hard], requests)
+        tpot = (times.finish_s - times.first_token_s) / np.maximum(requests.output_lens - 1, 1)
+        hard_s.append(np.median(tpot[(requests.output_lens > 20) & (requests.class_ids == 1)]))
+        rows.append(counts.selected / counts.decoded_requests)
+    assert hard_s[0] > 1.05 * hard_s[1] > 1.05 * hard_s[2]
+    assert rows == pytest.approx([rows[0]] * 3, abs=0.02)  # the capacity is what it was
+    unweighted = serve("tetris1+3", make_setup(users=32), [easy, hard], requests)[1]
+    assert np.array_equal(
+        unweighted.finish_s, serve("tetris1+3~0", make_setup(users=32), [easy, hard], requests)[1].finish_s
+    )
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -411,6 +430,8 @@ def test_a_heavier_class_is_served_faster():
         ("sd0", "drafts 0"),
         ("tetris2", "there are none, sdK"),
         ("uniform1.5+1", "there are none, sdK"),
+        ("sd2~1", "there are none, sdK"),
+        ("auto~many", "there are none, sdK"),
     ],
 )
 def test_policies_that_are_none(policy, message):

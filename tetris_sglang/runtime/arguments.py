@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from tetris_sglang.config import (
 from tetris_sglang.drafting import count_nodes
 from tetris_sglang.runtime import draft_kind
 from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
+
+logger = logging.getLogger(__name__)
 
 # SGLang's own default for speculation (arg_groups/speculative_hook.py, _handle_eagle_family).
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -462,6 +465,11 @@ def resolve_server_args(args) -> None:
         args.speculative_draft_model_path = args.model_path
     if args.max_running_requests is None:
         args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
+        logger.warning(
+            "TETRIS: at most %d requests run at once, as with SGLang's own speculation; without it SGLang takes as many as "
+            "memory holds. Give --max-running-requests what your load needs.",
+            _DEFAULT_MAX_RUNNING_REQUESTS,
+        )
     if validate_device(args.device) == "cuda":
         # Every process of the server reads these. SGLang captures target passes by tokens instead of requests:
         os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 LARGEST_PACE_WEIGHT = 8.0
-_PRIOR_STEPS = 4.0
+PRIOR_STEPS = 4.0
 """At the mean pace, before a request's first."""
-_MEMORY_STEPS = 256.0
+MEMORY_STEPS = 256.0
 """Of a request, after which older ones fade."""
-_MEAN_DECAY = 0.98
+MEAN_DECAY = 0.98
 """What the mean over all requests keeps of its weight with each step."""
 
 
@@ -53,7 +53,7 @@ class RequestPace:
         """
         mean = self._all[0] / self._all[1]
         emitted, steps = self._sums.index_select(1, rows).unbind()
-        pace = (emitted + _PRIOR_STEPS * mean) / (steps + _PRIOR_STEPS)
+        pace = (emitted + PRIOR_STEPS * mean) / (steps + PRIOR_STEPS)
         return (mean / pace).pow_(self.fairness).clamp_(1 / LARGEST_PACE_WEIGHT, LARGEST_PACE_WEIGHT)
 
     def observe(self, rows: Tensor, emitted: Tensor) -> None:
@@ -64,6 +64,6 @@ class RequestPace:
         Sync: none.
         """
         step = torch.stack((emitted.float(), torch.ones_like(emitted, dtype=torch.float32)))
-        self._all.mul_(_MEAN_DECAY).add_(step.sum(dim=1, keepdim=True))
-        sums = self._sums.index_select(1, rows).mul_(1 - 1 / _MEMORY_STEPS).add_(step)
+        self._all.mul_(MEAN_DECAY).add_(step.sum(dim=1, keepdim=True))
+        sums = self._sums.index_select(1, rows).mul_(1 - 1 / MEMORY_STEPS).add_(step)
         self._sums.index_copy_(1, rows, sums)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from tetris_sglang.selection.pace import LARGEST_PACE_WEIGHT, MEAN_DECAY, MEMORY_STEPS, PRIOR_STEPS
 from tetris_sglang.simulate.costs import StepCosts
 from tetris_sglang.simulate.traces import CODES
 from tetris_sglang.simulate.workload import Requests, RowTable
@@ -21,6 +22,8 @@ from tetris_sglang.simulate.workload import Requests, RowTable
 ROUTERS = ("round_robin", "shortest_queue", "power_of_two")
 _ROUND_ROBIN, _SHORTEST_QUEUE, _POWER_OF_TWO = range(3)
 _IDLE, _PREFILL, _DECODE = range(3)
+FAIR_CODES = int(LARGEST_PACE_WEIGHT) * (CODES - 1) + 1
+"""Survivals as whole numbers, times the requests' pace weights."""
 
 
 class StepPlans(NamedTuple):
@@ -36,6 +39,8 @@ class StepPlans(NamedTuple):
     """A draft is served, and prefills every prompt."""
     goes_on: bool = False
     """Chains go on from recent texts behind the draft's passes, or without any."""
+    fairness: float = 0.0
+    """As in `selection.RequestPace`."""
 
 
 class Setup(NamedTuple):
@@ -94,9 +99,9 @@ def choose_prefixes(codes, at, batch, levels, capacity, lens, histogram, tied):
     """TETRIS's choice by counting sort: `selection.select_prefixes` on whole-number survivals, ties included.
 
     Args:
-        codes: [P, N] uint16 below CODES, non-increasing. at: [batch] rows. lens: [batch], written.
+        codes: [P, N] uint16, non-increasing. at: [batch] rows. lens: [batch], written.
         levels: [batch], of each request's row.
-        histogram: [CODES] int64, tied: [batch] int64, scratch.
+        histogram: [more than the largest code] int64, tied: [batch] int64, scratch.
     Returns:
         The number of drafts selected.
     """
@@ -105,7 +110,7 @@ def choose_prefixes(codes, at, batch, levels, capacity, lens, histogram, tied):
         row = at[i]
         for level in range(levels[i]):
             histogram[codes[row, level]] += 1
-    threshold, left = CODES - 1, capacity
+    threshold, left = len(histogram) - 1, capacity
     while threshold > 0 and histogram[threshold] <= left:
         left -= histogram[threshold]
         threshold -= 1
@@ -131,6 +136,13 @@ def choose_prefixes(codes, at, batch, levels, capacity, lens, histogram, tied):
                 selected += 1
                 left -= 1
     return selected
+
+
+@njit(cache=True, nogil=True)
+def pace_weight(fairness, emitted, steps, mean):
+    """As `selection.RequestPace.weights`, of one request."""
+    pace = (emitted + PRIOR_STEPS * mean) / (steps + PRIOR_STEPS)
+    return min(max((mean / pace) ** fairness, 1 / LARGEST_PACE_WEIGHT), LARGEST_PACE_WEIGHT)
 
 
 @njit(cache=True, nogil=True)
@@ -163,7 +175,14 @@ def _simulate(requests, table, costs, plans, setup, times):
 
     lens, levels = np.zeros(max_running, np.int32), np.zeros(max_running, np.int32)
     tied = np.zeros(max_running, np.int64)
-    histogram = np.zeros(CODES, np.int64)
+    is_fair = plans.fairness > 0
+    histogram = np.zeros(FAIR_CODES if is_fair else CODES, np.int64)
+    # Tokens and steps of running requests, and of all of a replica's lately; what selection sees of them.
+    own_tokens = np.zeros((num_replicas, max_running if is_fair else 1))
+    own_steps = np.zeros((num_replicas, max_running if is_fair else 1))
+    all_tokens, all_own_steps = np.ones(num_replicas), np.ones(num_replicas)
+    weighted = np.zeros((max_running if is_fair else 1, codes.shape[1]), np.uint16)
+    in_order = np.arange(max_running, dtype=np.int32)
     arrived = finished = 0
     due = 0  # requests of a closed loop that may be sent
     if setup.users:
@@ -204,12 +223,22 @@ def _simulate(requests, table, costs, plans, setup, times):
                     running[r, slot], remaining[r, slot] = request, left
                     at[r, slot] = requests.first_rows[request]
                     kinds[r, slot] = requests.class_ids[request]
+                    if is_fair:
+                        own_tokens[r, slot] = own_steps[r, slot] = 0.0
                     context[r] += requests.prompt_lens[request] + 1
                     num_running[r] += 1
                 if head[r] < 0:
                     tail[r] = -1
             else:
                 kept = 0
+                if is_fair:
+                    all_tokens[r] *= MEAN_DECAY
+                    all_own_steps[r] *= MEAN_DECAY
+                    for i in range(num_running[r]):
+                        all_tokens[r] += emits[r, i]
+                        all_own_steps[r] += 1.0
+                        own_tokens[r, i] = own_tokens[r, i] * (1 - 1 / MEMORY_STEPS) + emits[r, i]
+                        own_steps[r, i] = own_steps[r, i] * (1 - 1 / MEMORY_STEPS) + 1.0
                 for i in range(num_running[r]):
                     request, emitted = running[r, i], emits[r, i]
                     num_tokens += emitted
@@ -228,6 +257,8 @@ def _simulate(requests, table, costs, plans, setup, times):
                         row -= class_starts[kind + 1] - class_starts[kind]
                     running[r, kept], at[r, kept], remaining[r, kept] = request, row, left
                     kinds[r, kept] = kind
+                    if is_fair:
+                        own_tokens[r, kept], own_steps[r, kept] = own_tokens[r, i], own_steps[r, i]
                     context[r] += emitted
                     kept += 1
                 num_running[r] = kept
@@ -331,9 +362,20 @@ def _simulate(requests, table, costs, plans, setup, times):
                         if plans.goes_on:
                             for i in range(batch):
                                 levels[i] = reach[at[r, i], depth]
-                        selected = choose_prefixes(
-                            codes, at[r], batch, levels, capacity, lens, histogram, tied
-                        )
+                        if is_fair:
+                            mean = all_tokens[r] / all_own_steps[r]
+                            for i in range(batch):
+                                weight = pace_weight(plans.fairness, own_tokens[r, i], own_steps[r, i], mean)
+                                for level in range(levels[i]):
+                                    code = codes[at[r, i], level]
+                                    weighted[i, level] = max(np.rint(code * weight), 1.0) if code > 0 else 0.0
+                            selected = choose_prefixes(
+                                weighted, in_order, batch, levels, capacity, lens, histogram, tied
+                            )
+                        else:
+                            selected = choose_prefixes(
+                                codes, at[r], batch, levels, capacity, lens, histogram, tied
+                            )
                     for i in range(batch):
                         correct = min(np.int32(accepted_of[at[r, i]]), lens[i])
                         accepted += correct

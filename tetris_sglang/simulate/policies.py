@@ -2,7 +2,8 @@
 
 `none`, `sdK` (standard speculation: K drafts, all verified), `uniformK+E` (K + E drafted, the first K verified),
 `tetrisK+E` (K + E drafted, K per request on average chosen batch-wide), `tetrisD@C` (D drafted, C chosen of the whole batch),
-`auto` (depth and capacity by batch size).
+`auto` (depth and capacity by batch size). `~A` behind one of the batch-wide ones: with fairness A instead of the server's
+default (`tetris3+1~1`, `auto~0`).
 
 `auto` lets chains go on from recent texts, where the trace has such; the others do not.
 
@@ -19,12 +20,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from tetris_sglang.capacity import DraftLimits, FixedCapacity, StepPlan, capacity_shares
+from tetris_sglang.config import AUTO_FAIRNESS
 from tetris_sglang.simulate.costs import StepCosts
 from tetris_sglang.simulate.engine import StepPlans
 from tetris_sglang.simulate.traces import encode
 from tetris_sglang.simulate.workload import RequestClass
 
-GRAMMAR = "none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto"
+GRAMMAR = "none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto; the last three also with fairness, as auto~1"
 _CURVE_REQUESTS = 16384
 """Requests' steps behind each curve of acceptance."""
 
@@ -40,10 +42,14 @@ def make_plans(
         ValueError: no such policy, or drafts deeper than the traces.
     """
     depth = min(one.rows.depth for one in classes)
+    if match := re.fullmatch(r"(auto|tetris.+)~(\d+(?:\.\d+)?)", policy):
+        plans = make_plans(match[1], costs, classes, max_running=max_running, seed=seed)
+        return plans._replace(fairness=float(match[2]))
     if policy == "none":
         return _tabulate(lambda batch: StepPlan(0, 0), max_running, is_uniform=False, has_draft=False)
     if policy == "auto":
-        return choose_plans(costs, classes, max_running=max_running, seed=seed)
+        plans = choose_plans(costs, classes, max_running=max_running, seed=seed)
+        return plans._replace(fairness=AUTO_FAIRNESS)
     if match := re.fullmatch(r"sd(\d+)", policy):
         k, extra, is_uniform = int(match[1]), 0, True
     elif match := re.fullmatch(r"uniform(\d+)\+(\d+)", policy):

@@ -8,11 +8,22 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from tetris_sglang.selection import select_prefixes
+from tetris_sglang.selection.pace import MEAN_DECAY, MEMORY_STEPS
 from tetris_sglang.simulate.costs import StepCosts
-from tetris_sglang.simulate.engine import Counts, Setup, StepPlans, Times, check, make_times
+from tetris_sglang.simulate.engine import (
+    FAIR_CODES,
+    Counts,
+    Setup,
+    StepPlans,
+    Times,
+    check,
+    make_times,
+    pace_weight,
+)
 from tetris_sglang.simulate.traces import CODES
 from tetris_sglang.simulate.workload import Requests, RowTable
 
@@ -23,6 +34,8 @@ class _Running:
     row: int
     remaining: int
     context: int
+    emitted: float = 0.0
+    steps: float = 0.0
 
 
 @dataclass
@@ -31,6 +44,8 @@ class _Replica:
     running: list[_Running] = field(default_factory=list)
     prefilled: int = 0
     kv_used: int = 0
+    emitted: float = 1.0
+    steps: float = 1.0
     ends_at: float | None = None
     step: tuple = ()
     """(seconds, requests that join, None) or (seconds, tokens emitted by each, selected, accepted, whether it drafted)."""
@@ -135,7 +150,13 @@ def _plan_decode(replica, table, costs, plans) -> tuple:
         codes = table.codes[rows].astype("float32")
         for row, own in zip(rows, codes, strict=True):
             own[int(table.reach[row, depth]) if plans.goes_on else depth :] = 0
-        lens = select_prefixes(torch.from_numpy(codes / (CODES - 1)), capacity).tolist()
+        if plans.fairness:
+            mean = replica.emitted / replica.steps
+            for one, own in zip(replica.running, codes, strict=True):
+                weight = pace_weight.py_func(plans.fairness, one.emitted, one.steps, mean)
+                own[own > 0] = np.maximum(np.rint(own[own > 0].astype("float64") * weight), 1)
+        most = (FAIR_CODES if plans.fairness else CODES) - 1
+        lens = select_prefixes(torch.from_numpy(codes / most), capacity).tolist()
     correct = [min(int(table.accepted[row]), chosen) for row, chosen in zip(rows, lens, strict=True)]
     emits = [min(n + 1, one.remaining) for n, one in zip(correct, replica.running, strict=True)]
     seconds = costs.target_s[batch + sum(lens)] + costs.host_s[batch]
@@ -157,7 +178,13 @@ def _end_step(replica, requests, table, times, now) -> int:
             replica.running.append(_Running(request, row, left, context))
             finished += [request] if left == 0 else []
     else:
+        replica.emitted *= MEAN_DECAY
+        replica.steps *= MEAN_DECAY
         for one, emitted in zip(replica.running, replica.step[1], strict=True):
+            replica.emitted += emitted
+            replica.steps += 1.0
+            one.emitted = one.emitted * (1 - 1 / MEMORY_STEPS) + emitted
+            one.steps = one.steps * (1 - 1 / MEMORY_STEPS) + 1.0
             kind = requests.class_ids[one.request]
             start, end = table.class_starts[kind : kind + 2]
             one.row = int(start + (one.row + emitted - start) % (end - start))
