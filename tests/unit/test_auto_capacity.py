@@ -462,6 +462,7 @@ def test_fair_capacity_follows_the_tokens_that_count():
     rows_cost = dataclasses.replace(SEED, target_s={rows: 0.02 + 0.004 * rows for rows in SEED.target_s})
     policy = make_auto(rows_cost)
     planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
+    planner._clock = SimpleNamespace(begin=list, describe=lambda *_: None)
     policy._may_adjust, policy._rate = True, 40.0  # tokens per request and second
     batch = SimpleNamespace(reqs=[None] * 2, seq_lens_sum=0)
     policy.choose = lambda *_: StepPlan(NUM_STEPS, 4)

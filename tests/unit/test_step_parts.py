@@ -363,3 +363,13 @@ def test_phase_timer_measures_only_when_enabled():
         summary = phases.summarise()
         assert set(summary) == ({"draft_ms", "host_ms"} if enabled else set())
         assert all(ms > 0 for ms in summary.values())
+
+
+@pytest.mark.parametrize(
+    "num_steps, depths",
+    [(1, [1]), (2, [1, 2]), (6, [1, 2, 3, 6]), (7, [1, 2, 4, 7]), (64, [1, 2, 4, 8, 16, 32, 64])],
+)
+def test_depths_of_captured_drafts_halve(num_steps, depths):
+    from tetris_sglang.runtime.cuda.draft_graph import captured_depths
+
+    assert captured_depths(num_steps) == depths

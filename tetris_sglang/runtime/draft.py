@@ -131,6 +131,11 @@ class ModelDraft:
         """What the target's passes have to keep."""
         return CaptureHiddenMode.FULL if self.reads_hidden_states else CaptureHiddenMode.NULL
 
+    @property
+    def depths(self) -> Sequence[int]:
+        """To which it can draft with passes, ascending, 1 and num_steps among them."""
+        return range(1, self.speculative_num_steps + 1) if self.captured is None else self.captured.depths
+
     def count_nodes(self, depth: int) -> int:
         """Tokens that a request drafts with `depth` passes."""
         return min(self.speculative_num_draft_tokens - 1, count_nodes(depth, self.topk) + self.num_continued)

@@ -38,7 +38,7 @@ _ROWS_TO_CHECK = 16
 _FASTER = 0.85
 """Cached times are taken anew where a pass of so many rows takes less than this share of them."""
 _DRAFT_DEPTH = 3
-"""Passes timed together, to tell the first from the others."""
+"""Passes timed together, or a few more, to tell the first from the others."""
 
 
 def load_or_time_passes(
@@ -111,7 +111,9 @@ def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int, r
     max_batch_size = runner.req_to_token_pool.size
     context = _short_context(runner)
     long_context = min(_LONG_CONTEXT_TOKENS, runner.model_config.context_len // 2)
-    further = 0 if draft is None else min(_DRAFT_DEPTH, draft.speculative_num_steps) - 1
+    further = 0
+    if draft is not None:
+        further = next((depth for depth in draft.depths if depth >= _DRAFT_DEPTH), draft.depths[-1]) - 1
 
     def target_pass(rows: int, context_tokens: int) -> Callable[[], None]:
         return _target_pass(target_worker, draft, rows, num_draft_tokens, context_tokens)

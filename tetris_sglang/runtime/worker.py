@@ -368,8 +368,7 @@ class TetrisWorker(BaseSpecWorker):
 
     def _make_limits(self) -> DraftLimits:
         num_steps, num_continued = self.speculative_num_steps, self._draft.num_continued
-        captured = getattr(self._draft_worker, "captured", None)
-        depths = range(1, num_steps + 1) if captured is None else captured.depths
+        depths = range(1, num_steps + 1) if self._draft_worker is None else self._draft_worker.depths
         return DraftLimits(
             depths=[0, *depths] if num_continued else depths,
             count_nodes=self._draft.count_nodes,
