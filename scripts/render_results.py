@@ -176,8 +176,8 @@ def overview() -> str:
     return table(header, [[setting.title, *(draw(setting, load) for load in loads)] for setting in OVERVIEW])
 
 
-def goals() -> str:
-    """What is expected of the automatic capacity, over the cells of the overview, and where it is missed."""
+def check_goals() -> dict[str, list[tuple[str, Check]]]:
+    """What is expected of the automatic capacity, and the named cells of the overview that it is expected of."""
     checks: dict[str, list[tuple[str, Check]]] = {}
     for setting in OVERVIEW:
         for load, comparison in setting.read().items():
@@ -187,15 +187,26 @@ def goals() -> str:
                     if (arm.family, arm.draft) == ("auto", setting.draft):
                         named = f"{setting.title}, {load.concurrency} in flight: {check.detail}"
                         checks.setdefault(verdict.expectation, []).append((named, check))
+    return checks
+
+
+def goals() -> str:
+    """How often the automatic capacity does what is expected of it."""
     rows = [
-        [
-            expectation,
-            f"{sum(check.holds for _, check in found)} of {len(found)} cells",
-            "; ".join(named for named, check in found if not check.holds),
-        ]
-        for expectation, found in checks.items()
+        [expectation, f"{sum(check.holds for _, check in found)} of {len(found)} cells"]
+        for expectation, found in check_goals().items()
     ]
-    return table(["Goal", "reached in", "missed"], rows)
+    return table(["Goal", "reached in"], rows)
+
+
+def missed_goals() -> str:
+    """The cells in which it does not."""
+    return "\n".join(
+        f"{expectation[0].upper()}{expectation[1:]}, missed in:\n\n"
+        + "".join(f"- {named}\n" for named in missed)
+        for expectation, found in check_goals().items()
+        if (missed := [named for named, check in found if not check.holds])
+    )
 
 
 def capacity(*names: str) -> Callable[[], str]:
@@ -239,6 +250,25 @@ def fixed() -> str:
         ]
         blocks.append(table([title, *map(str, comparison.loads)], rows))
     return "\n".join(blocks)
+
+
+def fairness() -> str:
+    """What more fairness does to throughput and to the slowest requests, by load."""
+    comparison = Comparison("fairness.json")
+    arms = sorted((a for a in comparison.arms.values() if a.family == "auto"), key=lambda arm: arm.fairness)
+    figures: dict[str, Callable[[Cell], str]] = {
+        "output tokens/s": draw_throughput,
+        "while all are in flight": lambda cell: str(cell.steady),
+        "E2E p50": lambda cell: f"{cell.latencies['e2e_p50'].ratio:.2f}",
+        "E2E p99": lambda cell: f"{cell.latencies['e2e_p99'].ratio:.2f}",
+    }
+    rows = [
+        [f"{load.concurrency}", f"{arm.fairness:g}", *(draw(cell) for draw in figures.values())]
+        for load in comparison.loads
+        for arm in arms
+        for cell in comparison.find(load, family="auto", fairness=arm.fairness)
+    ]
+    return table(["In flight", "fairness", *figures], rows)
 
 
 def drafts(name: str) -> Callable[[], str]:
@@ -397,6 +427,7 @@ def simulation() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "overview": overview,
     "goals": goals,
+    "missed-goals": missed_goals,
     "capacity-long": capacity("capacity_long.json"),
     "capacity-drafts": capacity("capacity_drafts.json"),
     "capacity-sampled": capacity("capacity_sampled.json"),
@@ -404,6 +435,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "capacity-loads": capacity("capacity_loads.json"),
     "capacity-paired": capacity("capacity_paired.json"),
     "fixed": fixed,
+    "fairness": fairness,
     "heads": drafts("heads_auto.json"),
     "paper-gain": paper_gain,
     "paper-success": paper_success,

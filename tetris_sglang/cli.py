@@ -199,7 +199,7 @@ def simulate(
     policies: Annotated[
         str | None,
         typer.Option(
-            help="Of none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto.",
+            help="Of none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto; ~A behind one of the last three: with fairness A.",
             show_default="none,sd3,tetris3+1,auto",
         ),
     ] = None,
