@@ -1,6 +1,7 @@
 """Settings: every form in which they are given, and every value that is refused."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,9 @@ def test_unknown_engine_argument():
     ):
         export_arguments(arguments, environment)
     assert not environment
+
+
+def test_the_readme_has_every_setting_and_no_other():
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| `(--speculative-tetris-[\w-]+)` \|", readme, re.MULTILINE)
+    assert sorted(rows) == sorted(setting.flag for setting in SETTINGS)
