@@ -28,7 +28,7 @@ from tetris_sglang.kernels.accept import accept_rows
 from tetris_sglang.kernels.pack import pack_rows
 from tetris_sglang.kernels.reference import accept_rows_reference, pack_rows_reference
 from tetris_sglang.kernels.select import fits_one_launch, select_drafts
-from tetris_sglang.selection import select_prefixes, survival_from_probs
+from tetris_sglang.selection import fill_capacity, survival_from_probs
 
 DEPTHS = [2, 4, 6, 8, 16]
 CONTEXT = 4096
@@ -92,10 +92,12 @@ def make_operations(
     generator = torch.Generator().manual_seed(seed)
     host_probs = 0.3 + 0.7 * torch.rand(batch, depth, generator=generator)
     capacity_tokens = max(1, int(min(tokens_per_request, depth) * batch))
-    host_lens = select_prefixes(survival_from_probs(host_probs), capacity_tokens)
+    # As automatic capacity selects by default: slow requests count more.
+    host_weights = 0.2 + 0.8 * torch.rand(batch, generator=generator)
+    host_lens = fill_capacity(survival_from_probs(host_probs), capacity_tokens, host_weights)
     num_tokens = batch + capacity_tokens
 
-    probs, draft_lens = host_probs.cuda(), host_lens.cuda()
+    probs, weights, draft_lens = host_probs.cuda(), host_weights.cuda(), host_lens.cuda()
     candidates = torch.randint(0, 2, (batch, depth + 1), generator=generator).cuda()
     seq_lens = torch.randint(1, CONTEXT - depth, (batch,), generator=generator).cuda()
     req_to_token = torch.randint(0, 2**20, (batch, CONTEXT), generator=generator, dtype=torch.int32).cuda()
@@ -106,7 +108,7 @@ def make_operations(
     probs_copy, candidates_copy = torch.empty_like(probs), torch.empty_like(candidates)
 
     # torch on CUDA rounds survivals otherwise than on the host, the kernel does not.
-    assert torch.equal(select_drafts(probs, capacity_tokens).cpu(), host_lens)
+    assert torch.equal(select_drafts(probs, capacity_tokens, weights).cpu(), host_lens)
     for kernel, reference, arguments in (
         (pack_rows, pack_rows_reference, to_pack),
         (accept_rows, accept_rows_reference, to_accept),
@@ -114,10 +116,8 @@ def make_operations(
         assert all(map(torch.equal, kernel(*arguments), reference(*arguments)))
     return {
         "select": {
-            "triton": lambda: select_drafts(probs, capacity_tokens),
-            "torch": lambda: select_prefixes(
-                survival_from_probs(probs).clamp_(min=torch.finfo(torch.float32).tiny), capacity_tokens
-            ),
+            "triton": lambda: select_drafts(probs, capacity_tokens, weights),
+            "torch": lambda: fill_capacity(survival_from_probs(probs), capacity_tokens, weights),
             "copy": lambda: probs_copy.copy_(probs),
         },
         "pack": {
