@@ -52,15 +52,18 @@ def test_warming_up_runs_every_operation_for_every_power_of_two():
     batches = []
     operations = get_operations("cpu", "tetris")
 
-    def select(probs, capacity_tokens):
-        batches.append((*probs.shape, capacity_tokens))
-        return operations.select(probs, capacity_tokens)
+    def select(probs, capacity_tokens, weights=None):
+        batches.append((*probs.shape, capacity_tokens, weights is not None))
+        return operations.select(probs, capacity_tokens, weights)
 
     drawn = []
     watched = operations._replace(select=select, draw=lambda *rows: drawn.append(rows))
     warm_up(watched, 20, [3, 5], 6, torch.zeros(21, 16, dtype=torch.int32))
     assert drawn
-    assert batches == [(size, depth, size) for size in (1, 2, 4, 8, 16, 20) for depth in (3, 5)]
+    sizes, depths, are_weighted = (1, 2, 4, 8, 16, 20), (3, 5), (False, True)
+    assert batches == [
+        (size, d, size, weighted) for size in sizes for d in depths for weighted in are_weighted
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -114,6 +114,7 @@ def warm_up(
         for num_drafts in num_drafted:
             probs = torch.full((batch_size, num_drafts), 0.5, device=device)
             draft_lens = operations.select(probs, capacity_tokens)
+            operations.select(probs, capacity_tokens, torch.ones(batch_size, device=device))
         packed = operations.pack(
             draft_lens, candidates, seq_lens, req_to_token, rows, batch_size + capacity_tokens
         )
