@@ -231,11 +231,14 @@ def check_attention(report: Report) -> None:
 
 def _select_without_sync() -> None:
     from tetris_sglang.kernels.select import select_drafts
+    from tetris_sglang.selection import RequestPace
 
-    probs = torch.rand(256, 8, device="cuda")
-    select_drafts(probs, 512)  # compiles
+    probs, rows = torch.rand(256, 8, device="cuda"), torch.arange(256, device="cuda")
+    pace = RequestPace(256, fairness=1.0, device="cuda")
+    select_drafts(probs, 512, pace.weights(rows) / 8)  # compiles
     with _no_sync():
-        draft_lens = select_drafts(probs, 512)
+        draft_lens = select_drafts(probs, 512, pace.weights(rows) / 8)
+        pace.observe(rows, draft_lens + 1)
     if int(draft_lens.sum()) != 512 and not ON_NOOP_CUDA:
         raise AssertionError(f"{int(draft_lens.sum())} drafts were selected instead of 512")
 
