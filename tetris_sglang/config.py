@@ -193,8 +193,8 @@ SETTINGS: tuple[Setting, ...] = (
         "NUMBER",
         "TETRIS: how much more the drafts of slow requests count in the selection: survivals are divided by the tokens per step "
         "that the request has emitted so far, to this power. 0: the most tokens per step (the paper's rule); 1: proportional "
-        "fairness, which costs none; 2 shortens the slowest requests further, for a few percent. Default: 1 where the capacity "
-        "sets itself, else 0.",
+        "fairness, as fast where it was measured; 2 shortens the slowest requests further, for a few percent. Default: 1 where the "
+        "capacity sets itself, else 0.",
     ),
     Setting(
         "calibration",
