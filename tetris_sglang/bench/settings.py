@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -105,8 +105,8 @@ class Settings:
                 num_steps = 2 * self.num_steps if is_lookup else self.num_steps
                 goes_on = self.continued if topk == 1 and not is_lookup else (0,)
                 for continued, fairness in product(goes_on, self.fairness or (None,)):
-                    arm = Arm("auto", num_steps=num_steps, draft=draft, topk=topk, continued=continued)
-                    arms.append(replace(arm, fairness=fairness))
+                    drafting = {"num_steps": num_steps, "draft": draft, "topk": topk}
+                    arms.append(Arm("auto", **drafting, continued=continued, fairness=fairness))
             for k in self.k:
                 arms += self._build_with_k(k, depth, draft, topk)
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):

@@ -238,7 +238,6 @@ class TetrisWorker(BaseSpecWorker):
 
         adjustment = self._request_weights.adjust(batch.reqs)
         plan = self.planner.plan(batch, batch_size if adjustment is None else adjustment.num_speculating)
-        pace_weights = None if self._pace is None else self._pace.weights(batch.req_pool_indices)
         proposal = draft_lens = None
         if plan.capacity_tokens:
             with self.phases("draft"), self._draft_context():
@@ -246,6 +245,7 @@ class TetrisWorker(BaseSpecWorker):
 
         with self.phases("select"):
             if proposal is not None:
+                pace_weights = None if self._pace is None else self._pace.weights(batch.req_pool_indices)
                 plan = self.planner.after_draft(proposal, plan, pace_weights)
             depth, capacity_tokens = plan
             num_tokens = batch_size + capacity_tokens
