@@ -16,6 +16,7 @@ Embedding and lm_head (eagle3: the embedding) are the target's and not part of a
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -205,10 +206,15 @@ class Head(nn.Module):
         Returns: per step, with chains = length - steps; the logits of step j of chain p are those of token
             p + 2 + j.
         """
+        return [Drafted(self.read_logits(x), hidden) for x, hidden in self.unroll(tokens, features, steps)]
+
+    def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `draft`, before the logits: per step what `read_logits` takes, and the hidden state, [batch, chains, hidden]."""
         chains = tokens.shape[1] - steps
         if chains < 1:
             raise ValueError(f"{tokens.shape[1]} tokens are too few for chains of {steps}")
-        hidden, drafted, keys, values = self.project(features[:, :chains]), [], [], []
+        # In float32 also where an autocast computes the products in bfloat16: the residual stream starts here.
+        hidden, keys, values = self.project(features[:, :chains]).float(), [], []
         for step in range(steps):
             positions = torch.arange(step, step + chains)
             embeds = F.embedding(tokens[:, 1 + step : 1 + step + chains], self.embedding)
@@ -219,8 +225,7 @@ class Head(nn.Module):
             residual = residual + self.layer.self_attn.attend(q, keys, values)
             residual = residual + self.layer.mlp(self.layer.post_attention_layernorm(residual))
             x, hidden = self.leave(residual)
-            drafted.append(Drafted(self.read_logits(x), hidden))
-        return drafted
+            yield x, hidden
 
 
 class EagleHead(Head):

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tetris_sglang.drafting import LEAST_PROB, PRIOR, Lookup, Prior, estimate_probs, look_up
 from tetris_sglang.selection import survival_from_probs
 
-PAIR = Path(__file__).resolve().parent.parent / "benchmarks/pair"
+PAIR = Path(__file__).resolve().parent.parent / "tests/pair"
 BATCH = 16
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Embed a trained small Llama exactly into a larger architecture: the same function at a larger model's cost.
 
-    python scripts/inflate_model.py benchmarks/pair/target /some/folder --shape cpu-100m
-    python scripts/inflate_model.py benchmarks/pair/target /some/folder \\
+    python scripts/inflate_model.py tests/pair/target /some/folder --shape cpu-100m
+    python scripts/inflate_model.py tests/pair/target /some/folder \\
         --shape hidden=1024,layers=8,heads=16,intermediate=2816
-    python scripts/inflate_model.py benchmarks/pair/eagle3 /another/folder --shape cpu-100m
+    python scripts/inflate_model.py tests/pair/eagle3 /another/folder --shape cpu-100m
 
 What is added never reaches the residual stream that the small model uses:
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Join a Llama target and a trained MTP layer to one MiMoForCausalLM checkpoint, as SGLang's MTP support reads it.
 
-    python scripts/mtp_checkpoint.py benchmarks/pair/target benchmarks/pair/mtp /some/folder
+    python scripts/mtp_checkpoint.py tests/pair/target tests/pair/mtp /some/folder
 
 MiMo's layers are Qwen2's, and those are Llama's plus a bias on queries, keys and values: with zero biases the
 checkpoint is the target's function exactly. The target may be an inflated one; the MTP layer is then embedded in

@@ -33,7 +33,7 @@ from tetris_sglang.server_process import ServerProcess
 from tetris_sglang.trace import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
-PAIR = ROOT / "benchmarks/pair"
+PAIR = ROOT / "tests/pair"
 OUT = ROOT / "benchmarks/traces"
 MTP = "mtp"
 

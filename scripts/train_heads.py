@@ -29,7 +29,7 @@ from tqdm import tqdm
 from train_pair import DRAFTED_TOKENS, Preset, Trainer, is_held_out
 from transformers import LlamaForCausalLM
 
-PAIR = Path(__file__).resolve().parents[1] / "benchmarks" / "pair"
+PAIR = Path(__file__).resolve().parents[1] / "tests" / "pair"
 
 
 class Round(NamedTuple):

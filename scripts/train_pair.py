@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Train the model pair that everything here runs on: a small Llama target, and a draft distilled from it.
 
-    python scripts/train_pair.py train --preset full --work-dir pair-work --out benchmarks/pair
-    python scripts/train_pair.py train --preset full --work-dir pair-work --out benchmarks/pair --resume
-    python scripts/train_pair.py card --out benchmarks/pair
+    python scripts/train_pair.py train --preset full --work-dir pair-work --out tests/pair
+    python scripts/train_pair.py train --preset full --work-dir pair-work --out tests/pair --resume
+    python scripts/train_pair.py card --out tests/pair
 
 The text is what every machine with Python has: the standard library's sources, its documentation strings and
 the language reference inside `pydoc_data`. Stages, each resumable: corpus, tokenizer and prompts -> target ->

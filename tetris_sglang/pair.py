@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAIR = REPOSITORY / "benchmarks" / "pair"
+PAIR = REPOSITORY / "tests" / "pair"
 
 
 def check_parts(pair: Path, *parts: str) -> None:
@@ -19,7 +19,7 @@ def check_parts(pair: Path, *parts: str) -> None:
         if not (pair / part).exists():
             raise FileNotFoundError(
                 f"{pair / part} is missing. It belongs to the model pair that the repository ships in "
-                "benchmarks/pair: run this from a clone, or name a folder made by scripts/train_pair.py."
+                "tests/pair: run this from a clone, or name a folder made by scripts/train_pair.py."
             )
 
 

@@ -37,7 +37,7 @@ class ServerProcess:
         entry_point: the command that the arguments follow; `sglang serve` is another.
         start_timeout_s: seconds until ServerFailed is raised.
     Example:
-        with ServerProcess(["--model-path", "benchmarks/pair/target"], Path("server.log")) as server:
+        with ServerProcess(["--model-path", "tests/pair/target"], Path("server.log")) as server:
             print(server.url)
     """
 

@@ -42,7 +42,7 @@ from precompile import jit_environment
 from tetris_sglang.load import generate
 from tetris_sglang.server_process import ServerFailed, ServerProcess
 
-PAIR = REPOSITORY / "benchmarks" / "pair"
+PAIR = REPOSITORY / "tests" / "pair"
 BUILD = REPOSITORY / "build"
 BATCH_SIZES = (1, 2, 4, 8)
 NUM_STEPS = 4

@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAIR = REPOSITORY / "benchmarks" / "pair"
+PAIR = REPOSITORY / "tests" / "pair"
 SHAPES = ("cpu-100m", "llama-1b", "llama-8b")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAIR = REPOSITORY / "benchmarks" / "pair"
+PAIR = REPOSITORY / "tests" / "pair"
 # Values and speed mean nothing there: a stage runs to find exceptions.
 ON_NOOP_CUDA = os.environ.get("NOOP_CUDA") == "1"
 _STOP_TIMEOUT_S = 20.0

@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from mtp_checkpoint import make_mtp_checkpoint
 
-PAIR = REPOSITORY / "benchmarks" / "pair"
+PAIR = REPOSITORY / "tests" / "pair"
 TARGET, DRAFT = PAIR / "target", PAIR / "draft"
 NUM_STEPS = 5
 SHARPNESS = 256

@@ -13,7 +13,7 @@ from tetris_sglang import check as check_module
 from tetris_sglang.check import Finding, find, print_json, print_table
 from tetris_sglang.cli import app
 
-PAIR = Path(__file__).parents[2] / "benchmarks" / "pair"
+PAIR = Path(__file__).parents[2] / "tests" / "pair"
 MODELS = ["--model-path", str(PAIR / "target"), "--speculative-draft-model-path", str(PAIR / "draft")]
 
 

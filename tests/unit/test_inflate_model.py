@@ -20,7 +20,7 @@ import inflate_model
 from draft_heads import Head, load_head, read_target
 from inflate_model import InflatedShape, ensure_inflated, inflate, parse_shape
 
-PAIR = ROOT / "benchmarks" / "pair"
+PAIR = ROOT / "tests" / "pair"
 SMALL_SHAPE = {"hidden": 48, "layers": 2, "heads": 4, "intermediate": 80}
 
 

@@ -28,7 +28,7 @@ from inflate_model import InflatedShape, inflate
 from mtp_checkpoint import make_mtp_checkpoint
 from train_heads import PRESETS, Round, RoundsTrainer, count_accepted, make_head, write_greedily
 
-PAIR = ROOT / "benchmarks" / "pair"
+PAIR = ROOT / "tests" / "pair"
 TINY = PRESETS["tiny"]
 KINDS = list(HEADS)
 

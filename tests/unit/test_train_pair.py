@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import train_pair
 from train_pair import KINDS, PRESETS, Run, is_held_out, load_model, measure_acceptance, measure_agreement
 
-PAIR = ROOT / "benchmarks" / "pair"
+PAIR = ROOT / "tests" / "pair"
 TINY = PRESETS["tiny"]
 
 

@@ -157,7 +157,7 @@ def describe_commit(repository: Path = REPOSITORY) -> str:
         commit = subprocess.run(
             [*git, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True
         )
-        watched = ["tetris_sglang", "benchmarks/pair", "benchmarks/*.py", "scripts/inflate_model.py"]
+        watched = ["tetris_sglang", "tests/pair", "benchmarks/*.py", "scripts/inflate_model.py"]
         changes = subprocess.run(
             [*git, "status", "--porcelain", "--", *watched], check=True, capture_output=True, text=True
         )

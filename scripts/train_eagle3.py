@@ -1,0 +1,464 @@
+#!/usr/bin/env python
+"""Train an EAGLE-3 head for a model that was not trained here, on answers that the model itself writes.
+
+    python scripts/train_eagle3.py write --work-dir head-work
+    python scripts/train_eagle3.py train --work-dir head-work --resume
+    python scripts/train_eagle3.py measure --work-dir head-work
+    python scripts/train_eagle3.py publish --work-dir head-work
+
+`write` lets the model answer real prompts, greedily and sampled, and keeps its hidden states; it can be stopped and started
+again, and `train` takes whatever there is. `measure` counts what the head has accepted on prompts that it never saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import train_pair
+import typer
+from answers import Answer, Prompt, Writer
+from draft_heads import Eagle3Head, load_head, save_head
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from tetris_sglang.models import ensure_target
+from tetris_sglang.prompts import RESULTS, TRAINING, read_human_eval, read_questions, read_sharegpt
+
+LAYER_IDS = (2, 15, 28)
+"""Whose outputs the head reads: early, in the middle, and the last that SGLang can capture of thirty."""
+TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
+SLOTS, MAX_TOKENS, SHARD_ANSWERS = 96, 448, 64
+STDLIB_QUESTIONS = 900
+HELD_OUT_PROMPTS = 32
+ANSWERS, HELD_OUT = "answers", "held-out"
+SEED = 20250215
+
+MAX_CHAIN = 5
+CHAINS = (2, 3, 2, 5)
+"""Lengths of the chains, in turn: long ones are dear, and once they are learnt, more text helps more."""
+STEP_DECAY = 0.8
+MUON_RATE, ADAM_RATE, WARM_UP_STEPS, FALLING_SHARE = 0.02, 2e-3, 32, 0.5
+EVALUATE_EVERY = 100
+
+app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+WorkDir = Annotated[Path, typer.Option(help="Answers, checkpoints and intermediate results.")]
+Target = Annotated[Path | None, typer.Option(help="A Llama-architecture folder.", show_default="SmolLM2")]
+Threads = Annotated[int, typer.Option(help="CPU threads.")]
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+def training_prompts(tokenizer) -> list[Prompt]:
+    """ShareGPT's questions of the training split, and questions on the standard library, in a fixed mixed order."""
+    texts = [(p.id, p.kind, p.text) for p in read_sharegpt(TRAINING)]
+    documents = train_pair.collect_documents(None, SEED)
+    questions = {
+        d.turns[0]: f"stdlib-{i}"
+        for i, d in enumerate(documents)
+        if d.kind == "chat" and not train_pair.is_held_out(d.source) and len(d.turns[0]) > 40
+    }
+    texts += [(name, "stdlib", text) for text, name in list(questions.items())[:STDLIB_QUESTIONS]]
+    random.Random(SEED).shuffle(texts)
+    return [
+        Prompt(name, kind, encode_chat(tokenizer, text), TEMPERATURES[i % len(TEMPERATURES)])
+        for i, (name, kind, text) in enumerate(texts)
+    ]
+
+
+def held_out_prompts(tokenizer) -> list[Prompt]:
+    """Of every kind some, answered greedily; none of them is trained on, nor is any other problem of HumanEval."""
+    documents = train_pair.collect_documents(None, SEED)
+    stdlib = {d.turns[0]: d.source for d in documents if d.kind == "chat" and train_pair.is_held_out(d.source)}
+    texts = [(p.id, p.kind, p.text) for p in read_sharegpt(RESULTS)[: 2 * HELD_OUT_PROMPTS]]
+    texts += [(p.id, p.kind, p.text) for p in read_human_eval()[:HELD_OUT_PROMPTS]]
+    texts += [(f"stdlib-{i}", "stdlib", text) for i, text in enumerate(list(stdlib)[:HELD_OUT_PROMPTS])]
+    texts += [(p.id, "questions", p.text) for p in read_questions()[:HELD_OUT_PROMPTS]]
+    return [Prompt(name, kind, encode_chat(tokenizer, text), 0.0) for name, kind, text in texts]
+
+
+def encode_chat(tokenizer, text: str) -> list[int]:
+    messages = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+
+
+def _save_shard(answers: list[Answer], path: Path) -> None:
+    names = [
+        {
+            "id": a.prompt.id,
+            "kind": a.prompt.kind,
+            "temperature": a.prompt.temperature,
+            "prompt_tokens": a.prompt_tokens,
+            "tokens": len(a.token_ids),
+        }
+        for a in answers
+    ]
+    tensors = {
+        "token_ids": torch.cat([a.token_ids for a in answers]),
+        "states": torch.cat([a.states for a in answers]),
+        "log_normalizers": torch.cat([a.log_normalizers for a in answers]),
+    }
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata={"answers": json.dumps(names)})
+    partial.rename(path)
+
+
+def _read_names(path: Path) -> list[dict]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return json.loads(json.loads(file.read(size))["__metadata__"]["answers"])
+
+
+@app.callback()
+def main() -> None:
+    """Large blocks of memory are kept between steps: giving them back and taking them anew costs half the time."""
+    keep = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+    if not keep.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})
+
+
+@app.command()
+def write(
+    work_dir: WorkDir,
+    target: Target = None,
+    threads: Threads = 2,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Answers to judge the head by.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so long.", show_default="at the end")] = None,
+) -> None:
+    """Let the model answer the training prompts; goes on where an earlier call stopped."""
+    torch.set_num_threads(threads)
+    folder = target or ensure_target()
+    out = work_dir / (HELD_OUT if held_out else ANSWERS)
+    out.mkdir(parents=True, exist_ok=True)
+    shards = sorted(out.glob("*.safetensors"))
+    answered = {name["id"] for shard in shards for name in _read_names(shard)}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = held_out_prompts(tokenizer) if held_out else training_prompts(tokenizer)
+    prompts = [p for p in prompts if p.id not in answered]
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    writer = Writer(model, SLOTS, MAX_TOKENS, [i + 1 for i in LAYER_IDS], seed=SEED + len(shards))
+    del model
+    held: list[Answer] = []
+    begun, count = time.monotonic(), len(shards)
+    fitting = sum(len(p.token_ids) <= MAX_TOKENS // 2 for p in prompts)
+    bar = tqdm(total=fitting, desc="answers", unit="answer", mininterval=5)
+    tokens = 0
+    for answer in writer.write(prompts):
+        held.append(answer)
+        tokens += len(answer.token_ids) - answer.prompt_tokens
+        bar.set_postfix(tokens=tokens, refresh=False)
+        bar.update()
+        if len(held) == SHARD_ANSWERS:
+            _save_shard(held, out / f"{count:05d}.safetensors")
+            held, count = [], count + 1
+            if minutes is not None and time.monotonic() - begun > 60 * minutes:
+                break
+    if held:
+        _save_shard(held, out / f"{count:05d}.safetensors")
+
+
+
+# --------------------------------------------------------------------------------------------------- learning
+
+
+class Text(NamedTuple):
+    """One answer as it is learnt from; padded to a batch's longest."""
+
+    token_ids: Tensor  # [length] int64
+    states: Tensor  # [length - 1, layers + 1, hidden] bfloat16
+    log_normalizers: Tensor  # [length - prompt_tokens]
+    prompt_tokens: int
+    kind: str
+
+
+class Texts:
+    """All answers of a folder, in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.items: list[Text] = []
+        for shard in tqdm(sorted(folder.glob("*.safetensors")), desc=folder.name, unit="shard"):
+            tensors, names = load_file(shard), _read_names(shard)
+            lengths = [name["tokens"] for name in names]
+            answered = [name["tokens"] - name["prompt_tokens"] for name in names]
+            for name, ids, states, normalizers in zip(
+                names,
+                tensors["token_ids"].long().split(lengths),
+                tensors["states"].split([n - 1 for n in lengths]),
+                tensors["log_normalizers"].split(answered),
+                strict=True,
+            ):
+                if len(ids) > name["prompt_tokens"] + MAX_CHAIN + 2:
+                    self.items.append(Text(ids, states, normalizers, name["prompt_tokens"], name["kind"]))
+        if not self.items:
+            raise typer.BadParameter(f"{folder} holds no answers: call `write` first")
+        self.answer_tokens = sum(len(t.log_normalizers) for t in self.items)
+
+    def count_answer_tokens(self, vocab_size: int) -> Tensor:
+        ids = torch.cat([t.token_ids[t.prompt_tokens :] for t in self.items])
+        return torch.bincount(ids, minlength=vocab_size)
+
+    def batches(self, epoch: int, batch_tokens: int) -> list[list[Text]]:
+        """Texts of like length together, the batches in an order of the epoch's own."""
+        rng = random.Random(SEED * 1009 + epoch)
+        order = sorted(self.items, key=lambda t: len(t.token_ids) + rng.uniform(0, 32))
+        batches: list[list[Text]] = [[]]
+        for text in order:
+            if batches[-1] and (len(batches[-1]) + 1) * len(text.token_ids) > batch_tokens:
+                batches.append([])
+            batches[-1].append(text)
+        rng.shuffle(batches)
+        return batches
+
+
+class Batch(NamedTuple):
+    token_ids: Tensor  # [texts, longest]
+    states: Tensor  # [texts, longest - 1, layers + 1, hidden]
+    normalizers: Tensor  # [texts, longest - 1], of the token after each position; 0 where none is learnt
+    answered: Tensor  # [texts, longest - 1] bool: the token after this position is of the answer
+
+
+def pad(texts: list[Text]) -> Batch:
+    longest = max(len(t.token_ids) for t in texts)
+    token_ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    states = torch.zeros(len(texts), longest - 1, *texts[0].states.shape[1:], dtype=torch.bfloat16)
+    normalizers = torch.zeros(len(texts), longest - 1)
+    answered = torch.zeros(len(texts), longest - 1, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        length, first = len(text.token_ids), text.prompt_tokens - 1
+        token_ids[row, :length] = text.token_ids
+        states[row, : length - 1] = text.states
+        normalizers[row, first : length - 1] = text.log_normalizers
+        answered[row, first : length - 1] = True
+    return Batch(token_ids, states, normalizers, answered)
+
+
+def chain_loss(head: Eagle3Head, target_rows: Tensor, batch: Batch, steps: int) -> tuple[Tensor, list[float]]:
+    """What chains of `steps` tokens lose, from every position whose first drafted token is of an answer.
+
+    Per step: half cross-entropy to the target's distribution, half to its likeliest token where the head's vocabulary
+    surely holds it.
+
+    Args:
+        target_rows: [the head's vocabulary, hidden], of the target's lm_head.
+    Returns: the loss, and per step how often the head's likeliest token is the vocabulary's likeliest.
+    """
+    features = batch.states[:, :, :-1].flatten(2)
+    total, weights, right = 0.0, 0.0, []
+    for step, (x, _) in enumerate(head.unroll(batch.token_ids[:, :-1], features, steps)):
+        there = slice(1 + step, 1 + step + x.shape[1])
+        learnt = batch.answered[:, there]
+        with torch.no_grad():
+            logits = F.linear(batch.states[:, there, -1][learnt], target_rows).float()
+            probs = (logits - batch.normalizers[:, there][learnt][:, None]).exp()
+            highest, likeliest = probs.max(-1)
+            sure = highest >= 1 - probs.sum(-1)
+        log_probs = head.read_logits(x[learnt]).float().log_softmax(-1)
+        soft = -(probs * log_probs).sum(-1).mean()
+        own = log_probs.gather(-1, likeliest[:, None])[:, 0]
+        hard = -(own * sure).sum() / sure.sum().clamp(min=1)
+        total = total + STEP_DECAY**step * (0.5 * soft + 0.5 * hard)
+        weights += STEP_DECAY**step
+        with torch.no_grad():
+            right.append(((log_probs.argmax(-1) == likeliest) & sure).float().mean().item())
+    return total / weights, right
+
+
+class HeadTrainer:
+    """A head with its optimisers at some step; saves and restores all of it.
+
+    The learning rate warms up, stays, and falls linearly to 0 over the last part.
+    """
+
+    def __init__(self, head: Eagle3Head, total_steps: int, checkpoint: Path) -> None:
+        matrices = [p for n, p in head.named_parameters() if p.ndim == 2 and "lm_head" not in n]
+        others = [p for n, p in head.named_parameters() if p.ndim != 2 or "lm_head" in n]
+        self.head, self.total_steps, self.checkpoint = head, total_steps, checkpoint
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0),
+            torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.step_index = 0
+        self.losses: list[float] = []
+        self.evaluations: list[dict] = []
+
+    def rate(self) -> float:
+        left = (self.total_steps - self.step_index) / self.total_steps
+        return min(1.0, (self.step_index + 1) / WARM_UP_STEPS, left / FALLING_SHARE)
+
+    def apply(self, loss: Tensor) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        for optimizer, rate in zip(self.optimizers, (MUON_RATE, ADAM_RATE), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * self.rate()
+            optimizer.step()
+        self.head.zero_grad(set_to_none=True)
+        self.losses.append(loss.item())
+        self.step_index += 1
+
+    def save(self) -> None:
+        state = {
+            "head": self.head.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "total_steps": self.total_steps,
+            "step_index": self.step_index,
+            "losses": self.losses,
+            "evaluations": self.evaluations,
+        }
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.checkpoint)
+
+    def restore(self) -> None:
+        state = torch.load(self.checkpoint, weights_only=True)
+        if state["total_steps"] != self.total_steps:
+            raise typer.BadParameter(
+                f"{self.checkpoint} is of a run of {state['total_steps']} steps: give --steps {state['total_steps']}, or "
+                "name another --work-dir"
+            )
+        self.head.load_state_dict(state["head"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step_index, self.losses = state["step_index"], state["losses"]
+        self.evaluations = state["evaluations"]
+
+
+@torch.no_grad()
+def evaluate(head: Eagle3Head, texts: Texts, batch_tokens: int) -> dict[str, float]:
+    """Mean accepted of MAX_CHAIN greedy drafts per verification, by kind of prompt, on texts that were written greedily.
+
+    While a chain is accepted it reads exactly the text, so chains from every position at once hold those that serving
+    would draft.
+    """
+    counts: dict[str, list[int]] = {}
+    for texts_of_batch in texts.batches(0, batch_tokens):
+        batch = pad(texts_of_batch)
+        features = batch.states[:, :, :-1].flatten(2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            steps = head.unroll(batch.token_ids, features, MAX_CHAIN)
+            drafted = torch.stack([head.draft_ids[head.read_logits(x).argmax(-1)] for x, _ in steps], -1)
+        for row, text in enumerate(texts_of_batch):
+            position, length = text.prompt_tokens + 1, len(text.token_ids)
+            while position + MAX_CHAIN <= length:
+                chain = text.token_ids[position : position + MAX_CHAIN]
+                kept = int((drafted[row, position - 2] == chain).long().cumprod(0).sum())
+                for kind in (text.kind, "overall"):
+                    total = counts.setdefault(kind, [0, 0])
+                    total[0], total[1] = total[0] + kept, total[1] + 1
+                position += kept + 1
+    return {kind: round(a / v, 3) for kind, (a, v) in sorted(counts.items())}
+
+
+def head_config(target: LlamaForCausalLM, vocabulary: int, intermediate: int) -> dict:
+    config = target.config
+    return {
+        "architectures": [Eagle3Head.architecture],
+        "attention_bias": False,
+        "bos_token_id": config.bos_token_id,
+        "draft_vocab_size": vocabulary,
+        "dtype": "bfloat16",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYER_IDS), "use_aux_hidden_state": True},
+        "eos_token_id": config.eos_token_id,
+        "head_dim": config.head_dim,
+        "hidden_act": config.hidden_act,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": config.max_position_embeddings,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": config.num_attention_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": config.num_key_value_heads,
+        "pad_token_id": config.pad_token_id,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": dict(config.rope_parameters),
+        # SGLang replaces embedding and lm_head by the target's one after the other: they must be two.
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+    }
+
+
+@app.command()
+def train(
+    work_dir: WorkDir,
+    target: Target = None,
+    threads: Threads = 2,
+    steps: Annotated[int, typer.Option(help="Of training; decides how the learning rate falls.")] = 2400,
+    vocabulary: Annotated[int, typer.Option(help="Tokens that the head can draft.")] = 6144,
+    intermediate: Annotated[int, typer.Option(help="Of its feed-forward layer.")] = 1136,
+    batch_tokens: Annotated[int, typer.Option(help="Per step, padding included.")] = 4096,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+    stop_after: Annotated[int | None, typer.Option(help="Stop after this step.")] = None,
+) -> None:
+    """Train the head on what `write` has written."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM.from_pretrained(target or ensure_target(), dtype=torch.float32).eval()
+    texts, judged = Texts(work_dir / ANSWERS), Texts(work_dir / HELD_OUT)
+    checkpoint = work_dir / "head.checkpoint"
+    if checkpoint.exists() and not resume:
+        raise typer.BadParameter(f"{checkpoint} exists: add --resume to go on, or name another --work-dir")
+    counts = texts.count_answer_tokens(model.config.vocab_size)
+    ids = counts.sort(descending=True, stable=True).indices[:vocabulary].sort().values
+    config = head_config(model, vocabulary, intermediate)
+    head = Eagle3Head(config, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
+    head.set_draft_ids(ids)
+    head.norm.weight.data.copy_(model.model.norm.weight)
+    trainer = HeadTrainer(head, steps, checkpoint)
+    if checkpoint.exists():
+        trainer.restore()
+    # The head's own, where a checkpoint brought them.
+    target_rows = model.lm_head.weight.detach()[head.draft_ids].bfloat16()
+    typer.echo(
+        f"{texts.answer_tokens} answer tokens in {len(texts.items)} texts; the vocabulary of {vocabulary} covers "
+        f"{counts[head.draft_ids].sum() / counts.sum():.4f}; {sum(p.numel() for p in head.parameters())} parameters"
+    )
+    del model
+    last = steps if stop_after is None else min(stop_after, steps)
+    bar = tqdm(total=steps, initial=trainer.step_index, desc="head", unit="step", mininterval=5)
+    while trainer.step_index < last:
+        for epoch_step, batch_texts in _from_step(texts, trainer.step_index, batch_tokens):
+            if trainer.step_index >= last:
+                break
+            batch = pad(batch_texts)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss, right = chain_loss(head, target_rows, batch, CHAINS[trainer.step_index % len(CHAINS)])
+            trainer.apply(loss)
+            bar.set_postfix(loss=f"{trainer.losses[-1]:.3f}", right=f"{right[0]:.3f}", refresh=False)
+            bar.update()
+            if trainer.step_index % EVALUATE_EVERY == 0:
+                trainer.evaluations.append({"step": trainer.step_index, **evaluate(head, judged, batch_tokens)})
+                tqdm.write(json.dumps(trainer.evaluations[-1]))
+                trainer.save()
+    trainer.save()
+    if trainer.step_index == steps:
+        train_pair.round_to_bfloat16(head)
+        save_head(head, work_dir / "head")
+        accepted = evaluate(head, judged, batch_tokens)
+        typer.echo(json.dumps({"mean_accepted": accepted}))
+
+
+def _from_step(texts: Texts, step: int, batch_tokens: int) -> Iterator[tuple[int, list[Text]]]:
+    """The rest of the epoch that a step belongs to; the same batches for a run that was interrupted."""
+    epoch = 0
+    while True:
+        batches = texts.batches(epoch, batch_tokens)
+        if step < len(batches):
+            yield from list(enumerate(batches))[step:]
+            return
+        step, epoch = step - len(batches), epoch + 1
+
+if __name__ == "__main__":
+    app()
