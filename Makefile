@@ -20,14 +20,14 @@ $(STAMP): requirements.txt pyproject.toml scripts/make_env.sh
 	./scripts/make_env.sh
 	@touch $@
 
-demo: env ## a real server with TETRIS on the shipped model pair, beside one without speculation
+demo: env ## a real model served with TETRIS, with SGLang's own speculation and with none
 	$(VENV)/bin/tetris-sglang demo
 
 test: env ## the whole test suite
 	$(VENV)/bin/python -m pytest -n 2 --durations 25
 
 # ARGS="--full --resume" compares everything, for hours.
-bench: env ## no speculation, STANDALONE and TETRIS, fixed and automatic, side by side
+bench: env ## the same three compared on real prompts, side by side
 	$(VENV)/bin/tetris-sglang bench --out build/bench.json $(ARGS)
 
 check: env ## what is installed, and what would stop TETRIS from starting

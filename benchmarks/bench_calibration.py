@@ -35,7 +35,6 @@ from timing import (
 )
 
 from tetris_sglang.selection import (
-    AcceptanceHistory,
     Calibration,
     chain_outcomes,
     select_prefixes,
@@ -43,7 +42,7 @@ from tetris_sglang.selection import (
 )
 
 BATCHES = [1, 16, 64, 256, 1024]
-PARTS = ["apply_level", "apply_all", "outcomes", "history", "observe", "refresh", "select"]
+PARTS = ["apply_level", "apply_all", "outcomes", "observe", "refresh", "select"]
 
 
 def main(
@@ -77,12 +76,10 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     outcomes = chain_outcomes(accept_lens, draft_lens, depth)
     calibration = Calibration(depth, device)
     refresh_every, calibration.refresh_every = calibration.refresh_every, sys.maxsize
-    history, rows = AcceptanceHistory(batch, device), torch.arange(batch, device=device)
     parts: dict[str, Callable[[], object]] = {
-        "apply_level": lambda: calibration.apply(probs[:, :1], 1, history.offsets(rows)[:, None]),
-        "apply_all": lambda: calibration.apply(probs, depths, history.offsets(rows)[:, None]),
+        "apply_level": lambda: calibration.apply(probs[:, :1], 1),
+        "apply_all": lambda: calibration.apply(probs, depths),
         "outcomes": lambda: chain_outcomes(accept_lens, draft_lens, depth),
-        "history": lambda: history.observe(rows, calibration.apply(probs, depths), *outcomes),
         "observe": lambda: calibration.observe(probs, depths, *outcomes),
         "refresh": calibration.refresh,
         "select": lambda: select_prefixes(survival_from_probs(probs), 2 * batch),
@@ -91,9 +88,9 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     # Per round: what a step with one call for all depths costs.
     steps_us = [
-        apply + outcomes + history_us + observe + refresh / refresh_every
-        for apply, outcomes, history_us, observe, refresh in zip(
-            *(elapsed_us[name] for name in ("apply_all", "outcomes", "history", "observe", "refresh")),
+        apply + outcomes + observe + refresh / refresh_every
+        for apply, outcomes, observe, refresh in zip(
+            *(elapsed_us[name] for name in ("apply_all", "outcomes", "observe", "refresh")),
             strict=True,
         )
     ]

@@ -1,6 +1,6 @@
 """What selection, packing and acceptance cost on a GPU: Triton against torch, and against a plain copy.
 
-    python benchmarks/bench_kernels.py > benchmarks/results/kernels.json
+    python benchmarks/bench_kernels.py > benchmarks/results/kernels/kernels.json
 
 Every way is timed twice, both by CUDA events: `graph` replays a CUDA graph of many calls, the time on the
 device; `eager` launches the same calls one by one from Python, the time until the device has done them. The

@@ -3,8 +3,7 @@
     python benchmarks/bench_precedent.py --step-ms 80
 
 Timed as timing.py says. `drafts` is what the same chains cost without a precedent; a step is writing down, the
-lookup, the drafts with it less those without, and learning. `scan` is for comparison: the longest match in each request's own text,
-found by looking at all of it.
+lookup, the drafts with it less those without, and learning.
 """
 
 from collections.abc import Callable
@@ -33,8 +32,8 @@ from timing import (
     write_results,
 )
 
-from tetris_sglang.drafting import INITIAL_OFFSETS, ChainGrower, Precedent, Proposal, RecentTexts, look_up
-from tetris_sglang.runtime.learning import RequestsCalibration
+from tetris_sglang.drafting import INITIAL_OFFSETS, ChainGrower, Precedent, Proposal, RecentTexts
+from tetris_sglang.runtime.learning import EvidenceCalibration
 from tetris_sglang.selection import Calibration, EvidenceOffsets
 
 BATCHES = [1, 16, 64, 256]
@@ -71,7 +70,7 @@ def measure(
     generator = torch.Generator().manual_seed(seed)
     history = torch.randint(VOCABULARY, (batch, context), generator=generator, dtype=torch.int32).to(device)
     rows, lens = torch.arange(batch, device=device), torch.full((batch,), context, device=device)
-    recent = RecentTexts(batch, VOCABULARY, device)
+    recent = RecentTexts(batch, VOCABULARY, device, are_shared=False)
     recent.begin(rows, recent.place(range(batch), range(batch), [0] * batch).to(device))
     recent.append(rows, history, lens)
     precedent = recent.find(rows, depth)
@@ -80,7 +79,7 @@ def measure(
     tokens = torch.randint(VOCABULARY, (batch, depth), generator=generator).to(device)
     probs = torch.rand(batch, depth, generator=generator).to(device)
     offsets = EvidenceOffsets(INITIAL_OFFSETS, device)
-    calibrate = RequestsCalibration(Calibration(depth, device), offsets, torch.zeros(batch, device=device))
+    calibrate = EvidenceCalibration(Calibration(depth, device), offsets)
 
     def grow(precedent: Precedent | None) -> Proposal:
         grower = ChainGrower(tokens[:, :1], probs[:, :1], calibrate, precedent)
@@ -93,7 +92,6 @@ def measure(
     parts: dict[str, Callable[[], object]] = {
         "write": lambda: recent.append(rows, emitted, counts),
         "lookup": lambda: recent.find(rows, depth),
-        "scan": lambda: look_up(history, rows, lens, depth=depth, max_matches=1),
         "drafts_with": lambda: grow(precedent),
         "drafts": lambda: grow(None),
         "learn": lambda: offsets.observe(evidence, probs, reached, accepted),
@@ -109,12 +107,12 @@ def measure(
 
 
 def draw_table(results: list[dict], depth: int, context: int, step_ms: float | None) -> Table:
-    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "scan", "step"]
+    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "step"]
     if step_ms is not None:
         columns.append(f"of {step_ms:g} ms")
     table = make_table(*columns, title=f"D = {depth}, {context} tokens; microseconds, {SPREAD}")
     for result in results:
-        cells = [draw_ratio(result[f"{part}_us"]) for part in [*PARTS, "scan", "step"]]
+        cells = [draw_ratio(result[f"{part}_us"]) for part in [*PARTS, "step"]]
         share = [] if step_ms is None else [f"{result['step_share']:.2%}"]
         table.add_row(str(result["batch"]), *cells, *share)
     return table

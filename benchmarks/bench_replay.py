@@ -27,7 +27,7 @@ from tetris_sglang.trace import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = ROOT / "benchmarks/traces"
-RESULT = ROOT / "benchmarks/results/replay.json"
+RESULT = ROOT / "benchmarks/results/replay/replay.json"
 TETRIS = "tetris calibrated"
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from tetris_sglang.bench.results import collect_provenance
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = ROOT / "benchmarks/results/kernels"
 
 Part = Callable[[], object]
 

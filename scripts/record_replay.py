@@ -10,7 +10,7 @@ then take any steps. Traces:
 - `standalone`: the pair's draft model, its most likely tokens;
 - `overconfident`: the same tokens, with probabilities as at temperature 1 / 3: right order within a position's
   vocabulary, far too sure; `evidence` is what the request's own text says of the tokens of both (drafting/precedent.py);
-- `ngram`: n-grams of the request's own text;
+- `ngram`: n-grams of the request's own text, with what is believed of them without calibration;
 - `ngram_human`: the same on Python sources as people wrote them, held out from the pair's training, as if a target
   that writes like them were serving. The pair's target repeats itself much more than large models do.
 """
@@ -20,21 +20,35 @@ import platform
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 import typer
-from fit_ngram import PAIR, Text, write_texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tetris_sglang.drafting import ChainGrower, Precedent, look_up, propose_by_lookup
+from tetris_sglang.drafting import (
+    ChainGrower,
+    Precedent,
+    RecentTexts,
+    continue_texts,
+    trust,
+    trust_match_lens,
+)
 
-OUT = Path(__file__).resolve().parent.parent / "tests/data/replay.npz"
+ROOT = Path(__file__).resolve().parent.parent
+PAIR, OUT = ROOT / "tests/pair", ROOT / "tests/data/replay.npz"
+BATCH = 16
 SHARPEN = 3.0
 # float32 probabilities do not come closer to 1.
 LARGEST_LOGIT = 16.6
+
+
+class Text(NamedTuple):
+    kind: str
+    tokens: list[int]
+    prompt_len: int
 
 
 def main(
@@ -44,7 +58,7 @@ def main(
     depth: Annotated[int, typer.Option(min=1, help="D, tokens drafted per position")] = 6,
 ) -> None:
     torch.set_num_threads(1)
-    written = write_texts(PAIR / "target", PAIR / "prompts.jsonl", new_tokens)[::every]
+    written = write_texts(new_tokens)[::every]
     draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).eval()
     by_model = [draft_by_model(draft, text, depth) for text in written if count_positions(text, depth) > 0]
     traces = {
@@ -74,6 +88,31 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(out, provenance=json.dumps(provenance), **arrays)
     print(f"{out}: {out.stat().st_size} bytes")
+
+
+def write_texts(new_tokens: int) -> list[Text]:
+    """The prompts, and what the target writes behind them."""
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
+    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
+    rows = [json.loads(line) for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    written: list[Text] = []
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        given = tokenizer([row["text"] for row in batch], padding=True, return_tensors="pt")
+        with torch.inference_mode():
+            output = target.generate(
+                input_ids=given.input_ids,
+                attention_mask=given.attention_mask,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+            )
+        width = given.input_ids.shape[1]
+        for row, mask, tokens in zip(batch, given.attention_mask, output, strict=True):
+            prompt_len = int(mask.sum())
+            # A text that has ended is padded behind its end.
+            kept = [token for token in tokens[width:].tolist() if token != tokenizer.pad_token_id]
+            written.append(Text(row["kind"], tokens[width - prompt_len : width].tolist() + kept, prompt_len))
+    return written
 
 
 def count_positions(text: Text, depth: int) -> int:
@@ -126,10 +165,8 @@ def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tens
         sharp.append(logit_of(rows * SHARPEN, chosen))
     truth = tokens[lens[:, None] + torch.arange(depth)]
     accepted = (chains == truth).cumprod(dim=1).sum(dim=1)
-    found = look_up(tokens[None], torch.zeros_like(lens), lens, depth=depth)
-    precedent = Precedent(found.tokens[:, 0], found.match_lens[:, 0, 0])
     # Without calibration nothing is copied.
-    grower = ChainGrower(chains[:, :1], torch.ones(positions, 1), precedent=precedent)
+    grower = ChainGrower(chains[:, :1], torch.ones(positions, 1), precedent=find_precedents(text, depth))
     for level in range(1, depth):
         grower.grow(chains[:, level, None, None], torch.ones(positions, 1, 1))
     evidence = grower.finish(depth).evidence
@@ -143,6 +180,20 @@ def logit_of(rows: Tensor, chosen: Tensor) -> Tensor:
     return (mine.squeeze(1) - others).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
 
 
+def find_precedents(text: Text, depth: int) -> Precedent:
+    """What a request that runs alone finds in its text, at every position."""
+    recent, slot = RecentTexts(1, max(text.tokens) + 1, are_shared=False), torch.tensor([0])
+    recent.begin(slot, recent.place([0], [0], [0]))
+    known, *others = torch.tensor([text.tokens]).split(
+        [text.prompt_len + 1, *[1] * (len(text.tokens) - text.prompt_len - 1)], dim=1
+    )
+    found = []
+    for tokens in (known, *others[: count_positions(text, depth) - 1]):
+        recent.append(slot, tokens, torch.tensor([tokens.shape[1]]))
+        found.append(recent.find(slot, depth))
+    return Precedent(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
 def draft_by_ngrams(texts: Iterable[Text], depth: int) -> list[tuple[Tensor, Tensor]]:
     """As `draft_by_model`, by n-grams of each text: (logits, accepted) per text."""
     requests = []
@@ -150,12 +201,12 @@ def draft_by_ngrams(texts: Iterable[Text], depth: int) -> list[tuple[Tensor, Ten
         positions = count_positions(text, depth)
         if positions == 0:
             continue
-        history = torch.tensor([text.tokens], dtype=torch.int32)
+        precedent, steps = find_precedents(text, depth), torch.arange(depth)
+        drafts = continue_texts(precedent, trust, trust_match_lens(precedent.match_lens[:, None] + steps))
         lens = torch.arange(positions) + text.prompt_len + 1
-        found = propose_by_lookup(history, torch.zeros_like(lens), lens, depth=depth)
-        truth = history[0, lens[:, None] + torch.arange(depth)]
-        accepted = (found.tokens[:, 0] == truth).cumprod(dim=1).sum(dim=1)
-        requests.append((found.probs[:, 0].logit(), accepted))
+        truth = torch.tensor(text.tokens)[lens[:, None] + steps]
+        accepted = (drafts.tokens == truth).cumprod(dim=1).sum(dim=1)
+        requests.append((drafts.scores.logit().clamp(-LARGEST_LOGIT, LARGEST_LOGIT), accepted))
     return requests
 
 

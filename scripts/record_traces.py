@@ -1,8 +1,11 @@
 #!/usr/bin/env python
-"""Record what real servers draft, verify and accept on the shipped pair, for `tetris-sglang replay`.
+"""Record what real servers draft, verify and accept on real prompts, for `tetris-sglang replay`.
 
     python scripts/record_traces.py                       # all; writes benchmarks/traces/NAME.trace.gz
-    python scripts/record_traces.py --names eagle,ngram
+    python scripts/record_traces.py --names eagle3,ngram
+
+SmolLM2-135M-Instruct and its EAGLE-3 head answer ShareGPT's and HumanEval's prompts and the project's own. A trace holds
+probabilities and what became of them, no token of any text.
 
 Every draft is verified, so that what the target says about each is known. Calibration is on and starts from nothing: a
 trace's calibrated survivals are those that the server had at that moment, and it learns from every draft, which is more
@@ -15,7 +18,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import random
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -23,31 +25,39 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from mtp_checkpoint import make_mtp_checkpoint
 from rich.console import Console
 from rich.progress import track
 
 from tetris_sglang.config import find_settings
 from tetris_sglang.load import Completion, generate
+from tetris_sglang.models import ensure_target, find_head
+from tetris_sglang.prompts import (
+    RESULTS,
+    Prompt,
+    read_human_eval,
+    read_questions,
+    read_sharegpt,
+    render_chats,
+)
 from tetris_sglang.server_process import ServerProcess
 from tetris_sglang.trace import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
-PAIR = ROOT / "tests/pair"
 OUT = ROOT / "benchmarks/traces"
-MTP = "mtp"
+MOST_CHARS = 1024
+"""Of a prompt: a CPU should not spend its time on reading."""
 
 
 class Recording(NamedTuple):
     """One server."""
 
-    draft: str | None
-    """A folder of the pair; None: no model."""
+    is_ngram: bool = False
+    """Without a head."""
     num_steps: int = 6
     topk: int = 1
     temperature: float = 0.0
     num_continued: int = 0
-    """Tokens with which chains go on from the request's own text."""
+    """Tokens with which chains go on from recent texts."""
     calibration: bool = True
     """Off: the draft's own tokens and probabilities, as SGLang's speculation has them."""
 
@@ -57,39 +67,43 @@ class Recording(NamedTuple):
 
 
 RECORDINGS = {
-    "standalone": Recording("draft"),
-    "standalone_continued": Recording("draft", num_continued=6),
-    "standalone_tree": Recording("draft", num_steps=5, topk=3),
-    "standalone_sampled": Recording("draft", temperature=1.0),
-    "eagle": Recording("eagle"),
-    "eagle3": Recording("eagle3"),
-    "mtp": Recording(MTP),
-    "ngram": Recording(None),
+    "eagle3": Recording(),
+    "eagle3_continued": Recording(num_continued=6),
+    "eagle3_tree": Recording(num_steps=5, topk=3),
+    "eagle3_sampled": Recording(temperature=1.0),
+    "ngram": Recording(is_ngram=True),
 }
+
+
+def mixed_prompts(count: int) -> list[Prompt]:
+    """ShareGPT (of the split for results), HumanEval and the project's questions in turn; `count` of them at most."""
+    kinds = [read_sharegpt(RESULTS), read_human_eval(), read_questions()]
+    short = [[prompt for prompt in kind if len(prompt.text) <= MOST_CHARS] for kind in kinds]
+    return [prompt for in_turn in zip(*short, strict=False) for prompt in in_turn][:count]
 
 
 def main(
     names: Annotated[str, typer.Option(help="which ones")] = ",".join(RECORDINGS),
     out: Annotated[Path, typer.Option(help="folder to write to")] = OUT,
-    new_tokens: Annotated[int, typer.Option(min=1, help="tokens written per prompt")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=1, help="tokens written per prompt, at most")] = 128,
+    count: Annotated[int, typer.Option("--prompts", min=1, help="prompts answered")] = 96,
     concurrency: Annotated[int, typer.Option(min=1, help="running requests")] = 16,
-    seed: Annotated[int, typer.Option(help="of the order of prompts, and of sampling")] = 0,
+    seed: Annotated[int, typer.Option(help="of sampling")] = 0,
 ) -> None:
     chosen = names.split(",")
     if unknown := set(chosen) - RECORDINGS.keys():
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; known: {', '.join(RECORDINGS)}")
     out.mkdir(parents=True, exist_ok=True)
-    prompts = [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-    # The file lists them kind by kind.
-    random.Random(seed).shuffle(prompts)
+    texts = [prompt.text for prompt in mixed_prompts(count)]
     console = Console()
     for name in track(chosen, description="recording", console=console):
         path = out / f"{name}.trace.gz"
         with tempfile.TemporaryDirectory() as folder:
             recorded = Path(folder) / "recorded"
-            record(RECORDINGS[name], recorded, prompts, new_tokens, concurrency, seed)
+            record(RECORDINGS[name], recorded, texts, new_tokens, concurrency, seed)
             described = {
-                "prompts": len(prompts),
+                "model": ensure_target().name,
+                "prompts": len(texts),
                 "new_tokens": new_tokens,
                 "concurrency": concurrency,
                 "temperature": RECORDINGS[name].temperature,
@@ -106,15 +120,22 @@ def main(
 
 
 def record(
-    recording: Recording, path: Path, prompts: Sequence[str], new_tokens: int, concurrency: int, seed: int
+    recording: Recording,
+    path: Path,
+    texts: Sequence[str],
+    new_tokens: int,
+    concurrency: int,
+    seed: int,
+    target: Path | None = None,
+    head: Path | None = None,
 ) -> list[Completion]:
-    """Serve all prompts once; one at a time, requests are numbered as the prompts are."""
-    target, draft = PAIR / "target", []
-    if recording.draft == MTP:
-        target = path.parent / "mtp_checkpoint"
-        make_mtp_checkpoint(PAIR / "target", PAIR / "mtp", target)
-    elif recording.draft is not None:
-        draft = ["--speculative-draft-model-path", str(PAIR / recording.draft)]
+    """Answer all questions once; one at a time, requests are numbered as the questions are.
+
+    Args:
+        target, head: default: SmolLM2 and the shipped head.
+    """
+    target = target or ensure_target()
+    draft = [] if recording.is_ngram else ["--speculative-draft-model-path", str(head or find_head())]
     arguments = [
         "--model-path", str(target), "--dtype", "float32", "--random-seed", str(seed), "--max-running-requests",
         str(concurrency), "--disable-overlap-schedule", "--speculative-algorithm", "TETRIS", *draft,
@@ -130,10 +151,11 @@ def record(
     with ServerProcess(arguments, path.with_suffix(".log")) as server:
         completions, _ = generate(
             server.url,
-            prompts,
+            render_chats(target, texts),
             concurrency=concurrency,
             max_new_tokens=new_tokens,
             temperature=recording.temperature,
+            ignore_eos=False,
         )
     return completions
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env python
-"""Render the tables of figures in README.md and docs/ from benchmarks/results/*.json.
+"""Render the tables of figures in README.md and docs/, and the pages of benchmarks/results, from the JSONs there.
 
-    python scripts/render_results.py             # rewrites what is between the marks
+    python scripts/render_results.py             # rewrites what differs
     python scripts/render_results.py --check     # exits with 1 and says what differs
 
-A table stands between `<!-- results: NAME -->` and `<!-- end -->`; `BLOCKS` has a function for every name.
+Each folder of benchmarks/results answers one question: its JSONs, the Markdown and the pictures made from them, and a page
+README.md that links all of them. In other pages a table stands between `<!-- results: NAME -->` and `<!-- end -->`;
+`BLOCKS` has a function for every name.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import sys
@@ -22,15 +23,25 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tetris_sglang.bench.arms import REFERENCE
-from tetris_sglang.bench.report import Cell, Check, build_cells, judge, read_arm
+from tetris_sglang.bench.arms import Arm
+from tetris_sglang.bench.report import Cell, build_cells, judge, read_arm
 from tetris_sglang.bench.workloads import Load
 from tetris_sglang.replay import GOAL, RULES
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/results.md", "docs/paper.md", "docs/replay.md")
-_WITHIN = 0.1
-"""Of what was measured: the simulator's goal."""
+QUESTIONS = {
+    "real-text": "Is serving faster with TETRIS, on a real model and real prompts, with answers of unlike lengths?",
+    "equal-lengths": "The same with all answers of one length, as a control: such requests flatter no speculation.",
+    "ablations": "What is each feature worth on real text?",
+    "paper": "The paper's tables: k verified, extra drafts, batch.",
+    "replay": "How good is the choice of drafts on recorded steps, up to an oracle?",
+    "simulation": "Does the simulator predict what servers do?",
+    "kernels": "What do the small steps of TETRIS cost?",
+}
+"""Folder -> what it answers."""
+NOT_MEASURED = "Not measured yet.\n"
+LEAST = 0.98
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -39,341 +50,160 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def draw_throughput(cell: Cell) -> str:
-    return f"{cell.throughput}{', loses' if cell.throughput.loses else ''}"
+class Comparison(NamedTuple):
+    """One JSON of `tetris-sglang bench`."""
 
+    path: Path
+    results: dict
+    cells: list[Cell]
+    arms: dict[str, Arm]
 
-class Comparison:
-    """JSONs of `tetris-sglang bench`, each of other loads."""
+    @property
+    def workload(self) -> str:
+        return self.results["settings"]["workload"]
 
-    def __init__(self, *names: str) -> None:
-        results = [json.loads((RESULTS / name).read_text()) for name in names]
-        self.cells = build_cells([sample for result in results for sample in result["samples"]])
-        self.described = {name: arm for result in results for name, arm in result["arms"].items()}
-        self.arms = {name: read_arm(described) for name, described in self.described.items()}
-        self.loads = list(dict.fromkeys(cell.load for cell in self.cells))
-
-    def find(self, load, **wanted) -> list[Cell]:
-        """Cells at a load whose arms have these attributes."""
+    def find(self, temperature: float, load: Load, draft: str, *families: str) -> list[Cell]:
         return [
             cell
             for cell in self.cells
-            if cell.load == load
-            and all(getattr(self.arms[cell.arm], name) == value for name, value in wanted.items())
+            if (cell.temperature, cell.load) == (temperature, load)
+            and self.arms[cell.arm].draft == draft
+            and self.arms[cell.arm].family in families
         ]
 
-    def best(self, load, **wanted) -> Cell | None:
-        return max(self.find(load, **wanted), key=lambda cell: cell.throughput.median, default=None)
 
-    def compare_at_every_k(self, load) -> Iterator[tuple[Cell, list[Cell]]]:
-        """STANDALONE's cell and TETRIS's with 1, 2 and 3 extra drafts, as far as there are any."""
-        for k in sorted({arm.k for arm in self.arms.values() if arm.family == "standalone"}):
-            rivals = [self.best(load, family="tetris", k=k, extra=extra) for extra in (1, 2, 3)]
-            yield self.best(load, family="standalone", k=k), rivals
-
-    def setting(self, cell: Cell) -> str:
-        arm = self.arms[cell.arm]
-        if arm.capacity_tokens:
-            return f"C = {arm.capacity_tokens} of {arm.num_steps} per request"
-        return f"k = {arm.k}" + (f" of {arm.k + arm.extra}" if arm.extra else "")
-
-    def while_all_in_flight(self) -> Comparison | None:
-        """The same by that measure; None where it was not taken."""
-        steady = copy.copy(self)
-        steady.cells = [cell._replace(throughput=cell.steady) for cell in self.cells if cell.steady]
-        return steady if steady.cells else None
-
-    def summary(self, heading: str = "Output tokens/s") -> str:
-        """Of the best of each kind, by load."""
-        automatic = {(arm.draft, arm.continued) for arm in self.arms.values() if arm.family == "auto"}
-        several = len({draft for draft, _ in automatic}) > 1
-        kinds = {
-            f"TETRIS, automatic{', chains go on (the default)' if continued else ''}"
-            f"{f', {draft} draft' if several else ''}": {
-                "family": "auto",
-                "draft": draft,
-                "continued": continued,
-            }
-            for draft, continued in sorted(automatic, reverse=True)
-        } | {
-            f"{title}{f', {draft} draft' if several else ''}": {"family": family, "draft": draft}
-            for title, family in (
-                ("SGLang's own, best k", "standalone"),
-                ("TETRIS, best fixed capacity", "tetris"),
-            )
-            for draft in sorted({draft for draft, _ in automatic}, reverse=True)
-        }
-        rows = [["no speculation", *("1" for _ in self.loads)]]
-        for title, wanted in kinds.items():
-            found = [self.best(load, **wanted) for load in self.loads]
-            if any(found):
-                rows.append([title, *(self._describe(cell) for cell in found)])
-        return table([heading, *map(str, self.loads)], rows)
-
-    def _describe(self, cell: Cell | None) -> str:
-        if cell is None:
-            return ""
-        text = draw_throughput(cell)
-        if self.arms[cell.arm].family == "auto":
-            return (
-                f"{text}; {cell.verified_per_step - 1:.1f} verified, {cell.success_rate:.2f} accepted"
-                if cell.success_rate
-                else text
-            )
-        return f"{text}; {self.setting(cell)}"
-
-    def verdicts(self) -> str:
-        """What is expected, and where it fails."""
-        lines = [
-            f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})\n"
-            for v in judge(self.cells, self.described)
-        ]
-        return "".join(lines)
+def read_comparisons(folder: str) -> list[Comparison]:
+    """Those of a folder, in the order of their names."""
+    found = []
+    for path in sorted((RESULTS / folder).glob("*.json")):
+        results = json.loads(path.read_text())
+        if "samples" in results:
+            arms = {name: read_arm(described) for name, described in results["arms"].items()}
+            found.append(Comparison(path, results, build_cells(results["samples"]), arms))
+    return found
 
 
-class Setting(NamedTuple):
-    """A row of the overview."""
-
-    title: str
-    results: tuple[str, ...]
-    """Of loads that several have, the last one's cells count."""
-    draft: str = "standalone"
-
-    def read(self) -> dict[Load, Comparison]:
-        return {load: comparison for comparison in map(Comparison, self.results) for load in comparison.loads}
+def best(cells: Sequence[Cell]) -> Cell | None:
+    return max(cells, key=lambda cell: cell.throughput.median, default=None)
 
 
-OVERVIEW = (
-    Setting("greedy, 128 tokens", ("capacity_loads.json", "capacity_paired.json")),
-    Setting("greedy, 256 tokens", ("capacity_long.json",)),
-    Setting("temperature 1, 96 tokens", ("capacity_sampled.json",)),
-    Setting("every other request at temperature 1, 96 tokens", ("capacity_unlike.json",)),
-    Setting("EAGLE head, greedy, 96 tokens", ("heads_auto.json",), "eagle"),
-    Setting("EAGLE3 head, greedy, 96 tokens", ("heads_auto.json",), "eagle3"),
-    Setting("n-grams, greedy, 96 tokens", ("heads_auto.json", "ngrams_auto.json"), "ngram"),
-    Setting("useless draft, greedy, 64 tokens", ("capacity_drafts.json",), "useless"),
-    Setting("perfect draft, greedy, 64 tokens", ("capacity_drafts.json",), "perfect"),
-)
+class Row(NamedTuple):
+    """The default beside the best of SGLang's own with the same draft."""
+
+    draft: str
+    workload: str
+    temperature: float
+    load: Load
+    ours: Cell
+    theirs: Cell | None
 
 
-def overview() -> str:
-    """The default beside the best of SGLang's own speculation, by setting and load."""
-    settings = {setting: setting.read() for setting in OVERVIEW}
-    loads = sorted({load for found in settings.values() for load in found}, key=lambda load: load.concurrency)
-
-    def draw(setting: Setting, load: Load) -> str:
-        if (comparison := settings[setting].get(load)) is None:
-            return ""
-        ours = comparison.best(load, family="auto", draft=setting.draft)
-        theirs = max(
-            comparison.best(load, family=family, draft=setting.draft).throughput.median
-            for family in ("standalone", "adaptive")
-            if comparison.find(load, family=family, draft=setting.draft)
-        )
-        return f"{ours.throughput.median:.2f} ({theirs:.2f})"
-
-    header = ["TETRIS (SGLang's best)", *(f"{load.concurrency} in flight" for load in loads)]
-    return table(header, [[setting.title, *(draw(setting, load) for load in loads)] for setting in OVERVIEW])
+def compare_default(folder: str) -> Iterator[Row]:
+    for comparison in read_comparisons(folder):
+        places = dict.fromkeys((cell.temperature, cell.load) for cell in comparison.cells)
+        drafts = dict.fromkeys(arm.draft for arm in comparison.arms.values() if arm.family == "auto")
+        for draft in drafts:
+            for temperature, load in places:
+                ours = best(comparison.find(temperature, load, draft, "auto"))
+                theirs = best(comparison.find(temperature, load, draft, "sglang", "adaptive"))
+                if ours is not None:
+                    yield Row(draft, comparison.workload, temperature, load, ours, theirs)
 
 
-def check_goals() -> dict[str, list[tuple[str, Check]]]:
-    """What is expected of the automatic capacity, and the named cells of the overview that it is expected of."""
-    checks: dict[str, list[tuple[str, Check]]] = {}
-    for setting in OVERVIEW:
-        for load, comparison in setting.read().items():
-            for verdict in judge(comparison.find(load), comparison.described):
-                for check in verdict.checks:
-                    arm = comparison.arms[check.cell.arm]
-                    if (arm.family, arm.draft) == ("auto", setting.draft):
-                        named = f"{setting.title}, {load.concurrency} in flight: {check.detail}"
-                        checks.setdefault(verdict.expectation, []).append((named, check))
-    return checks
-
-
-def goals() -> str:
-    """How often the automatic capacity does what is expected of it."""
-    rows = [
-        [expectation, f"{sum(check.holds for _, check in found)} of {len(found)} cells"]
-        for expectation, found in check_goals().items()
-    ]
-    return table(["Goal", "reached in"], rows)
-
-
-def missed_goals() -> str:
-    """The cells in which it does not."""
-    return "\n".join(
-        f"{expectation[0].upper()}{expectation[1:]}, missed in:\n\n"
-        + "".join(f"- {named}\n" for named in missed)
-        for expectation, found in check_goals().items()
-        if (missed := [named for named, check in found if not check.holds])
-    )
-
-
-def capacity(*names: str) -> Callable[[], str]:
-    """The automatic capacity beside the best of the others, and whether it reaches its goals."""
+def overview(folder: str) -> Callable[[], str]:
+    """Output tokens per second over no speculation, by draft, prompts and temperature."""
 
     def render() -> str:
-        comparison = Comparison(*names)
-        blocks = [comparison.summary()]
-        if steady := comparison.while_all_in_flight():
-            blocks.append(steady.summary("While all are in flight"))
-        return "\n".join([*blocks, comparison.verdicts()])
+        rows = list(compare_default(folder))
+        if not rows:
+            return NOT_MEASURED
+        loads = sorted({row.load for row in rows}, key=lambda load: load.value)
+        cells: dict[tuple, dict[Load, str]] = {}
+        for row in rows:
+            theirs = f" ({row.theirs.throughput.median:.2f})" if row.theirs else ""
+            ours = f"{row.ours.throughput.median:.2f}"
+            text = f"{ours} loses{theirs}" if row.ours.throughput.loses else f"{ours}{theirs}"
+            cells.setdefault((row.draft, row.workload, row.temperature), {})[row.load] = text
+        return table(
+            ["draft", "prompts", "temperature", *(f"{load.value:g} in flight" for load in loads)],
+            [
+                [draft, workload, f"{temperature:g}", *(found.get(load, "") for load in loads)]
+                for (draft, workload, temperature), found in cells.items()
+            ],
+        )
 
     return render
 
 
-def fixed() -> str:
-    """TETRIS with one extra draft beside STANDALONE, both verifying k drafts per request, over the load."""
-    comparison = Comparison("capacity_loads.json")
-    pairs = {
-        (base.load, comparison.arms[base.arm].k): (rivals[0], base)
-        for load in comparison.loads
-        for base, rivals in comparison.compare_at_every_k(load)
-        # A comparison may go on another day.
-        if base is not None and rivals[0] is not None
-    }
-    figures: dict[str, Callable[[Cell], str]] = {
-        "Output tokens/s, TETRIS (STANDALONE)": lambda cell: f"{cell.throughput.median:.2f}",
-        "Accepted / verified drafts": lambda cell: f"{cell.success_rate:.3f}",
-    }
-    blocks = []
-    for title, draw in figures.items():
-        rows = [
-            [
-                f"k = {k}",
-                *(
-                    f"{draw(pairs[load, k][0])} ({draw(pairs[load, k][1])})" if (load, k) in pairs else ""
-                    for load in comparison.loads
-                ),
-            ]
-            for k in sorted({k for _, k in pairs})
-        ]
-        blocks.append(table([title, *map(str, comparison.loads)], rows))
-    return "\n".join(blocks)
-
-
-def fairness() -> str:
-    """What more fairness does to throughput and to the slowest requests, by load."""
-    comparison = Comparison("fairness.json")
-    arms = sorted((a for a in comparison.arms.values() if a.family == "auto"), key=lambda arm: arm.fairness)
-    figures: dict[str, Callable[[Cell], str]] = {
-        "output tokens/s": draw_throughput,
-        "while all are in flight": lambda cell: str(cell.steady),
-        "E2E p50": lambda cell: f"{cell.latencies['e2e_p50'].ratio:.2f}",
-        "E2E p99": lambda cell: f"{cell.latencies['e2e_p99'].ratio:.2f}",
-    }
-    rows = [
-        [f"{load.concurrency}", f"{arm.fairness:g}", *(draw(cell) for draw in figures.values())]
-        for load in comparison.loads
-        for arm in arms
-        for cell in comparison.find(load, family="auto", fairness=arm.fairness)
+def never_slower() -> str:
+    """Where the default is below what it must never be below, and how far up it goes."""
+    rows = list(compare_default("real-text"))
+    if not rows:
+        return NOT_MEASURED
+    failing = [row for row in rows if round(row.ours.throughput.median, 2) < LEAST]
+    lines = [
+        f"- {row.draft}, {row.workload}, temperature {row.temperature:g}, {row.load}: {row.ours.throughput}\n"
+        for row in failing
     ]
-    return table(["In flight", "fairness", *figures], rows)
+    held = f"At least {LEAST} of no speculation in {len(rows) - len(failing)} of {len(rows)} cells.\n"
+    return held + ("\nBelow it:\n\n" + "".join(lines) if lines else "")
 
 
-def drafts(name: str) -> Callable[[], str]:
-    """SGLang's own speculation and TETRIS with the same draft, per load."""
+def paper(draw: Callable[[Cell, Cell], str], title: str) -> Callable[[], str]:
+    """Cells of TETRIS with 1, 2 and 3 extra drafts against SGLang's own at equal k, by load."""
 
     def render() -> str:
-        comparison = Comparison(name)
         blocks = []
-        for load in comparison.loads:
-            rows = [
-                [
-                    cell.arm,
-                    draw_throughput(cell),
-                    f"{cell.success_rate:.3f}",
-                    f"{cell.accept_length:.2f}",
-                    f"{cell.identical[0]}/{cell.identical[1]}",
-                ]
-                for cell in comparison.find(load)
-                if cell.arm != REFERENCE
-            ]
-            header = [f"At {load}", "output tokens/s", "accepted / verified", "accept length", "same text"]
-            blocks.append(table(header, rows))
-        return "\n".join(blocks)
+        for comparison in read_comparisons("paper"):
+            for load in dict.fromkeys(cell.load for cell in comparison.cells):
+                rows = []
+                for k in sorted({arm.k for arm in comparison.arms.values() if arm.family == "sglang"}):
+                    own = comparison.find(0.0, load, "eagle3", "sglang", "tetris")
+                    base = next(c for c in own if comparison.arms[c.arm] == _plain_arm(comparison, k))
+                    rivals = {comparison.arms[c.arm].extra: c for c in own if comparison.arms[c.arm].k == k}
+                    texts = [draw(rivals[e], base) if e in rivals else "" for e in (1, 2, 3)]
+                    rows.append([str(k), *texts])
+                blocks.append(table([f"{title}, {load}: k", "1 extra draft", "2", "3"], rows))
+        return "\n".join(blocks) or NOT_MEASURED
 
     return render
 
 
-def paper_gain() -> str:
-    """Throughput against STANDALONE at equal k, by k and extra drafts."""
-    comparison = Comparison("serving.json")
-    blocks = []
-    for load in comparison.loads:
-        rows = [
-            [
-                str(comparison.arms[base.arm].k),
-                *(f"{c.throughput.median / base.throughput.median - 1:+.1%}" if c else "" for c in rivals),
-            ]
-            for base, rivals in comparison.compare_at_every_k(load)
-        ]
-        blocks.append(table([f"k, at {load}", "1 extra draft", "2", "3"], rows))
-    return "\n".join(blocks)
+def _plain_arm(comparison: Comparison, k: int) -> Arm:
+    return next(arm for arm in comparison.arms.values() if (arm.family, arm.k) == ("sglang", k))
 
 
-def paper_success() -> str:
-    """Success rates by k and extra drafts, at the largest load."""
-    comparison = Comparison("serving.json")
-    load = comparison.loads[-1]
-    rows = [
-        [
-            str(comparison.arms[base.arm].k),
-            f"{base.success_rate:.3f}",
-            *(
-                f"{c.success_rate:.3f} ({100 * (c.success_rate - base.success_rate):+.1f} points)"
-                if c
-                else ""
-                for c in rivals
-            ),
-        ]
-        for base, rivals in comparison.compare_at_every_k(load)
-    ]
-    return table([f"k, at {load}", "STANDALONE", "1 extra draft", "2", "3"], rows)
+def _gain(ours: Cell, theirs: Cell) -> str:
+    return f"{ours.throughput.median / theirs.throughput.median - 1:+.1%}"
 
 
-def paper_batch() -> str:
-    """The best TETRIS setting against the best baseline, by load."""
-    comparison = Comparison("serving.json")
-    rows = []
-    for load in comparison.loads:
-        ours, theirs = (comparison.best(load, family=family) for family in ("tetris", "standalone"))
-        gain = ours.throughput.median / max(theirs.throughput.median, 1.0) - 1
-        rows.append(
-            [
-                str(load),
-                f"{theirs.throughput.median:.2f} ({comparison.setting(theirs)})",
-                f"{ours.throughput.median:.2f} ({comparison.setting(ours)})",
-                f"{gain:+.1%}",
-            ]
-        )
-    return table(["", "best STANDALONE", "best TETRIS", "TETRIS over the best other"], rows)
+def _points(ours: Cell, theirs: Cell) -> str:
+    return f"{ours.success_rate:.3f} ({100 * (ours.success_rate - theirs.success_rate):+.1f} points)"
 
 
 TETRIS = "tetris calibrated"
 
 
-def read_replay() -> dict:
-    return json.loads((RESULTS / "replay.json").read_text())
+def read_replay() -> dict | None:
+    path = RESULTS / "replay" / "replay.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def replay_shares(batch_size: int | None) -> Callable[[], str]:
     """TETRIS's share of the oracle's success rate, by trace and capacity."""
 
     def render() -> str:
+        if (report := read_replay()) is None:
+            return NOT_MEASURED
         rows, capacities = [], []
-        for result in read_replay()["results"]:
+        for result in report["results"]:
             if result["batch_size"] != batch_size:
                 continue
             found = [f for f in result["figures"] if f["rule"] == TETRIS]
             capacities = [f"k = {f['capacity_per_request']:g}" for f in found]
             shares = [f["oracle_share"] for f in found]
-            rows.append(
-                [
-                    result["name"],
-                    *(f"**{share:.1%}**" if share >= GOAL else f"{share:.1%}" for share in shares),
-                ]
-            )
+            texts = (f"**{share:.1%}**" if share >= GOAL else f"{share:.1%}" for share in shares)
+            rows.append([result["name"], *texts])
         return table(["Share of the oracle's success rate", *capacities], rows)
 
     return render
@@ -383,64 +213,26 @@ def replay_rules(capacity: float) -> Callable[[], str]:
     """Success rate of every rule at one capacity, by trace, with what TETRIS's survivals promise."""
 
     def render() -> str:
-        report, rows = read_replay(), []
-        hindsight = {
-            f["name"]: f["success_rate"] for f in report["hindsight"] if f["capacity_per_request"] == capacity
-        }
+        if (report := read_replay()) is None:
+            return NOT_MEASURED
+        rows = []
         for result in report["results"]:
             if result["batch_size"] is not None:
                 continue
             found = {f["rule"]: f for f in result["figures"] if f["capacity_per_request"] == capacity}
-            name = result["name"]
             rates = [f"{found[rule]['success_rate']:.3f}" for rule in RULES]
-            in_hindsight = f"{hindsight[name]:.3f}" if name in hindsight else ""
-            rows.append([name, *rates, f"{found[TETRIS]['promised']:.3f}", in_hindsight])
-        return table([f"k = {capacity:g}", *RULES, "promised", "scores alone, in hindsight"], rows)
+            rows.append([result["name"], *rates, f"{found[TETRIS]['promised']:.3f}"])
+        return table([f"k = {capacity:g}", *RULES, "promised"], rows)
 
     return render
 
 
-def simulation() -> str:
-    """Speeds that the simulator predicts, beside those of servers."""
-    results = json.loads((RESULTS / "simulate_validation.json").read_text())
-    predicted = [setting for setting in results["settings"] if setting["arm"] not in results["fitted"]]
-    loads = sorted({setting["concurrency"] for setting in predicted})
-    cells = {(setting["arm"], setting["concurrency"]): setting for setting in predicted}
-
-    def draw(setting: dict) -> str:
-        text = f"{setting['predicted_tokens_per_s']:.1f} ({setting['measured_tokens_per_s']:.1f})"
-        return text if abs(setting["error"]) <= _WITHIN else f"**{text}**"
-
-    rows = [
-        [arm, *(draw(cells[arm, load]) for load in loads)]
-        for arm in dict.fromkeys(setting["arm"] for setting in predicted)
-    ]
-    speeds, ratios = (
-        sum(abs(setting[error]) <= _WITHIN for setting in predicted) for error in ("error", "ratio_error")
-    )
-    return (
-        table(["Output tokens/s, predicted (measured)", *(f"{load} in flight" for load in loads)], rows)
-        + f"\n{speeds} of {len(predicted)} speeds within {_WITHIN:.0%}; {ratios} of the gains over no speculation.\n"
-    )
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
-    "overview": overview,
-    "goals": goals,
-    "missed-goals": missed_goals,
-    "capacity-long": capacity("capacity_long.json"),
-    "capacity-drafts": capacity("capacity_drafts.json"),
-    "capacity-sampled": capacity("capacity_sampled.json"),
-    "capacity-unlike": capacity("capacity_unlike.json"),
-    "capacity-loads": capacity("capacity_loads.json"),
-    "capacity-paired": capacity("capacity_paired.json"),
-    "fixed": fixed,
-    "fairness": fairness,
-    "heads": drafts("heads_auto.json"),
-    "paper-gain": paper_gain,
-    "paper-success": paper_success,
-    "paper-batch": paper_batch,
-    "simulation": simulation,
+    "real-text": overview("real-text"),
+    "never-slower": never_slower,
+    "equal-lengths": overview("equal-lengths"),
+    "paper-gain": paper(_gain, "throughput"),
+    "paper-success": paper(_points, "success rate"),
     "replay": replay_shares(None),
     "replay-64": replay_shares(64),
     "replay-rules": replay_rules(2.0),
@@ -448,7 +240,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def render(text: str) -> str:
-    """The page with every block as the JSONs have it.
+    """A page with every block as the JSONs have it.
 
     Raises:
         KeyError: a block that nothing renders.
@@ -456,21 +248,71 @@ def render(text: str) -> str:
     return _BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found['name']]()}{found[3]}", text)
 
 
+# -- the pages of benchmarks/results ------------------------------------------------------------------------------------
+
+
+def render_folder(folder: str) -> str:
+    """The page of one question: what was measured, with which command, and what it says."""
+    parts = [f"# {QUESTIONS[folder]}\n", "Made by `scripts/render_results.py`. [All questions](../README.md).\n"]
+    if list(compare_default(folder)):
+        parts += ["Output tokens per second over no speculation (in brackets the best of SGLang's own):\n"]
+        parts += [overview(folder)()]
+    for path in sorted((RESULTS / folder).glob("*.json")):
+        parts.append(f"## {path.stem}\n")
+        results = json.loads(path.read_text())
+        where = results["provenance"]
+        machine = where.get("gpu") or where.get("cpu")
+        lines = [
+            f"- command: `{where['command']}`",
+            f"- commit {where['commit']}, {where['date']}, {machine}, {where['cores']} cores",
+            f"- data: [{path.name}]({path.name})",
+        ]
+        if path.with_suffix(".md").exists():
+            lines.append(f"- every column: [{path.stem}.md]({path.stem}.md)")
+        parts.append("\n".join(lines) + "\n")
+        if "samples" in results:
+            comparison = next(c for c in read_comparisons(folder) if c.path == path)
+            verdicts = judge(comparison.cells, results["arms"])
+            parts.append(
+                "".join(
+                    f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})\n" for v in verdicts
+                )
+            )
+        if path.with_suffix(".png").exists():
+            parts.append(f"![{path.stem}]({path.stem}.png)\n")
+    return "\n".join(parts)
+
+
+def render_index() -> str:
+    folders = [folder for folder in QUESTIONS if list((RESULTS / folder).glob("*.json"))]
+    rows = [[f"[{folder}]({folder}/README.md)", QUESTIONS[folder]] for folder in folders]
+    return "# Results\n\nOne folder per question. Made by `scripts/render_results.py`.\n\n" + table(
+        ["folder", "question"], rows
+    )
+
+
+def render_all() -> dict[Path, str]:
+    """Every page as it should be."""
+    pages = {ROOT / name: render((ROOT / name).read_text()) for name in PAGES}
+    pages[RESULTS / "README.md"] = render_index()
+    for folder in QUESTIONS:
+        if list((RESULTS / folder).glob("*.json")):
+            pages[RESULTS / folder / "README.md"] = render_folder(folder)
+    return pages
+
+
 def main(
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit with 1 where a page differs.")
     ] = False,
 ) -> None:
-    """Rewrite the tables of figures from the JSONs."""
+    """Rewrite the tables and pages of figures from the JSONs."""
     stale = []
-    for name in PAGES:
-        path = ROOT / name
-        text = path.read_text()
-        rendered = render(text)
-        if rendered != text:
-            stale.append(name)
+    for path, text in render_all().items():
+        if not path.exists() or path.read_text() != text:
+            stale.append(str(path.relative_to(ROOT)))
             if not check:
-                path.write_text(rendered)
+                path.write_text(text)
     print(
         "\n".join(f"{name}: {'differs from the JSONs' if check else 'rewritten'}" for name in stale)
         or "up to date"

@@ -15,9 +15,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -26,20 +29,20 @@ import torch.nn.functional as F
 import train_pair
 import typer
 from answers import Answer, Prompt, Writer
-from draft_heads import Eagle3Head, load_head, save_head
-from safetensors import safe_open
+from draft_heads import Eagle3Head, save_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tetris_sglang.models import ensure_target
+from tetris_sglang.fetch import SMOLLM2
+from tetris_sglang.models import HEAD, ensure_target
 from tetris_sglang.prompts import RESULTS, TRAINING, read_human_eval, read_questions, read_sharegpt
 
-LAYER_IDS = (2, 15, 28)
+LAYER_IDS = "2,15,28"
 """Whose outputs the head reads: early, in the middle, and the last that SGLang can capture of thirty."""
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
-SLOTS, MAX_TOKENS, SHARD_ANSWERS = 96, 448, 64
+SHARD_ANSWERS = 64
 STDLIB_QUESTIONS = 900
 HELD_OUT_PROMPTS = 32
 ANSWERS, HELD_OUT = "answers", "held-out"
@@ -55,6 +58,7 @@ EVALUATE_EVERY = 100
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 WorkDir = Annotated[Path, typer.Option(help="Answers, checkpoints and intermediate results.")]
 Target = Annotated[Path | None, typer.Option(help="A Llama-architecture folder.", show_default="SmolLM2")]
+LayerIds = Annotated[str, typer.Option(help="The layers whose outputs the head reads, ascending.")]
 Threads = Annotated[int, typer.Option(help="CPU threads.")]
 
 
@@ -81,7 +85,9 @@ def training_prompts(tokenizer) -> list[Prompt]:
 def held_out_prompts(tokenizer) -> list[Prompt]:
     """Of every kind some, answered greedily; none of them is trained on, nor is any other problem of HumanEval."""
     documents = train_pair.collect_documents(None, SEED)
-    stdlib = {d.turns[0]: d.source for d in documents if d.kind == "chat" and train_pair.is_held_out(d.source)}
+    stdlib = {
+        d.turns[0]: d.source for d in documents if d.kind == "chat" and train_pair.is_held_out(d.source)
+    }
     texts = [(p.id, p.kind, p.text) for p in read_sharegpt(RESULTS)[: 2 * HELD_OUT_PROMPTS]]
     texts += [(p.id, p.kind, p.text) for p in read_human_eval()[:HELD_OUT_PROMPTS]]
     texts += [(f"stdlib-{i}", "stdlib", text) for i, text in enumerate(list(stdlib)[:HELD_OUT_PROMPTS])]
@@ -115,6 +121,10 @@ def _save_shard(answers: list[Answer], path: Path) -> None:
     partial.rename(path)
 
 
+def _read_layer_ids(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def _read_names(path: Path) -> list[dict]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -134,8 +144,13 @@ def write(
     work_dir: WorkDir,
     target: Target = None,
     threads: Threads = 2,
+    layer_ids: LayerIds = LAYER_IDS,
+    slots: Annotated[int, typer.Option(help="Texts written at once.")] = 96,
+    max_tokens: Annotated[int, typer.Option(help="Of a prompt and its answer together.")] = 448,
     held_out: Annotated[bool, typer.Option("--held-out", help="Answers to judge the head by.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Stop after so long.", show_default="at the end")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so long.", show_default="at the end")
+    ] = None,
 ) -> None:
     """Let the model answer the training prompts; goes on where an earlier call stopped."""
     torch.set_num_threads(threads)
@@ -148,11 +163,12 @@ def write(
     prompts = held_out_prompts(tokenizer) if held_out else training_prompts(tokenizer)
     prompts = [p for p in prompts if p.id not in answered]
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    writer = Writer(model, SLOTS, MAX_TOKENS, [i + 1 for i in LAYER_IDS], seed=SEED + len(shards))
+    inputs = [i + 1 for i in _read_layer_ids(layer_ids)]
+    writer = Writer(model, slots, max_tokens, inputs, seed=SEED + len(shards))
     del model
     held: list[Answer] = []
     begun, count = time.monotonic(), len(shards)
-    fitting = sum(len(p.token_ids) <= MAX_TOKENS // 2 for p in prompts)
+    fitting = sum(len(p.token_ids) <= max_tokens // 2 for p in prompts)
     bar = tqdm(total=fitting, desc="answers", unit="answer", mininterval=5)
     tokens = 0
     for answer in writer.write(prompts):
@@ -167,7 +183,6 @@ def write(
                 break
     if held:
         _save_shard(held, out / f"{count:05d}.safetensors")
-
 
 
 # --------------------------------------------------------------------------------------------------- learning
@@ -361,7 +376,7 @@ def evaluate(head: Eagle3Head, texts: Texts, batch_tokens: int) -> dict[str, flo
     return {kind: round(a / v, 3) for kind, (a, v) in sorted(counts.items())}
 
 
-def head_config(target: LlamaForCausalLM, vocabulary: int, intermediate: int) -> dict:
+def head_config(target: LlamaForCausalLM, vocabulary: int, intermediate: int, layer_ids: list[int]) -> dict:
     config = target.config
     return {
         "architectures": [Eagle3Head.architecture],
@@ -369,7 +384,7 @@ def head_config(target: LlamaForCausalLM, vocabulary: int, intermediate: int) ->
         "bos_token_id": config.bos_token_id,
         "draft_vocab_size": vocabulary,
         "dtype": "bfloat16",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYER_IDS), "use_aux_hidden_state": True},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True},
         "eos_token_id": config.eos_token_id,
         "head_dim": config.head_dim,
         "hidden_act": config.hidden_act,
@@ -395,6 +410,7 @@ def train(
     work_dir: WorkDir,
     target: Target = None,
     threads: Threads = 2,
+    layer_ids: LayerIds = LAYER_IDS,
     steps: Annotated[int, typer.Option(help="Of training; decides how the learning rate falls.")] = 2400,
     vocabulary: Annotated[int, typer.Option(help="Tokens that the head can draft.")] = 6144,
     intermediate: Annotated[int, typer.Option(help="Of its feed-forward layer.")] = 1136,
@@ -412,7 +428,7 @@ def train(
         raise typer.BadParameter(f"{checkpoint} exists: add --resume to go on, or name another --work-dir")
     counts = texts.count_answer_tokens(model.config.vocab_size)
     ids = counts.sort(descending=True, stable=True).indices[:vocabulary].sort().values
-    config = head_config(model, vocabulary, intermediate)
+    config = head_config(model, vocabulary, intermediate, _read_layer_ids(layer_ids))
     head = Eagle3Head(config, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
     head.set_draft_ids(ids)
     head.norm.weight.data.copy_(model.model.norm.weight)
@@ -429,7 +445,7 @@ def train(
     last = steps if stop_after is None else min(stop_after, steps)
     bar = tqdm(total=steps, initial=trainer.step_index, desc="head", unit="step", mininterval=5)
     while trainer.step_index < last:
-        for epoch_step, batch_texts in _from_step(texts, trainer.step_index, batch_tokens):
+        for batch_texts in _rest_of_epoch(texts, trainer.step_index, batch_tokens):
             if trainer.step_index >= last:
                 break
             batch = pad(batch_texts)
@@ -439,7 +455,9 @@ def train(
             bar.set_postfix(loss=f"{trainer.losses[-1]:.3f}", right=f"{right[0]:.3f}", refresh=False)
             bar.update()
             if trainer.step_index % EVALUATE_EVERY == 0:
-                trainer.evaluations.append({"step": trainer.step_index, **evaluate(head, judged, batch_tokens)})
+                trainer.evaluations.append(
+                    {"step": trainer.step_index, **evaluate(head, judged, batch_tokens)}
+                )
                 tqdm.write(json.dumps(trainer.evaluations[-1]))
                 trainer.save()
     trainer.save()
@@ -450,15 +468,176 @@ def train(
         typer.echo(json.dumps({"mean_accepted": accepted}))
 
 
-def _from_step(texts: Texts, step: int, batch_tokens: int) -> Iterator[tuple[int, list[Text]]]:
-    """The rest of the epoch that a step belongs to; the same batches for a run that was interrupted."""
+def _rest_of_epoch(texts: Texts, step: int, batch_tokens: int) -> Iterator[list[Text]]:
+    """Of the epoch that a step belongs to; the same batches for a run that was interrupted."""
     epoch = 0
-    while True:
-        batches = texts.batches(epoch, batch_tokens)
-        if step < len(batches):
-            yield from list(enumerate(batches))[step:]
-            return
+    while step >= len(batches := texts.batches(epoch, batch_tokens)):
         step, epoch = step - len(batches), epoch + 1
+    yield from batches[step:]
+
+
+# --------------------------------------------------------------------------------------------------- measuring
+
+
+@app.command()
+def measure(
+    work_dir: WorkDir,
+    target: Target = None,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 96,
+    new_tokens: Annotated[int, typer.Option(help="Written per prompt, at most.")] = 128,
+) -> None:
+    """Count what a real server accepts of five drafts, all verified, at temperature 0 and 1, on prompts never trained on."""
+    from record_traces import Recording, mixed_prompts, record
+
+    from tetris_sglang.trace import read_trace
+
+    asked = mixed_prompts(prompts)
+    measured = {"prompts": len(asked), "new_tokens": new_tokens, "drafted": MAX_CHAIN, "temperatures": {}}
+    for temperature in (0.0, 1.0):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "steps.trace"
+            completions = record(
+                Recording(num_steps=MAX_CHAIN, temperature=temperature, calibration=False),
+                path,
+                [prompt.text for prompt in asked],
+                new_tokens,
+                concurrency=16,
+                seed=0,
+                target=target or ensure_target(),
+                head=work_dir / "head",
+            )
+            accepted = read_trace(path).accepted
+        by_kind: dict[str, list[int]] = {}
+        for prompt, completion in zip(asked, completions, strict=True):
+            kind = prompt.kind if prompt.kind in ("sharegpt", "humaneval") else "questions"
+            total = by_kind.setdefault(kind, [0, 0])
+            total[0] += completion.meta_info["spec_num_correct_drafts"]
+            total[1] += completion.meta_info["spec_verify_ct"]
+        reached = [len(accepted), *accepted.sum(0).tolist()]
+        measured["temperatures"][str(temperature)] = {
+            "mean_accepted": {kind: round(a / v, 3) for kind, (a, v) in sorted(by_kind.items())}
+            | {"overall": round(float(accepted.sum(1).mean()), 3)},
+            # Of the tokens whose predecessors were accepted, the share that was.
+            "accepted_at": [round(b / a, 3) for a, b in pairwise(reached)],
+        }
+    (work_dir / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
+    typer.echo(json.dumps(measured["temperatures"], indent=1))
+
+
+@app.command()
+def publish(
+    work_dir: WorkDir,
+    out: Annotated[Path, typer.Option(help="Where the head goes.")] = HEAD,
+) -> None:
+    """Put head, figures and card in their place."""
+    names = [
+        name for shard in sorted((work_dir / ANSWERS).glob("*.safetensors")) for name in _read_names(shard)
+    ]
+    state = torch.load(work_dir / "head.checkpoint", weights_only=True)
+    losses = state["losses"]
+    tail = max(1, len(losses) // 20)
+    counts: dict[str, list[int]] = {}
+    for name in names:
+        total = counts.setdefault(name["kind"], [0, 0, 0])
+        total[0] += 1
+        total[1] += name["prompt_tokens"]
+        total[2] += name["tokens"] - name["prompt_tokens"]
+    weights = work_dir / "head" / "model.safetensors"
+    metrics = {
+        "target": SMOLLM2.name,
+        "target_sha256": SMOLLM2.sha256,
+        "config": json.loads((work_dir / "head" / "config.json").read_text()),
+        "bytes": weights.stat().st_size,
+        "parameters": sum(t.numel() for t in load_file(weights).values() if t.is_floating_point()),
+        "answers": {kind: dict(zip(("prompts", "prompt_tokens", "answer_tokens"), c, strict=True))
+                    for kind, c in sorted(counts.items())},
+        "temperatures": sorted(set(TEMPERATURES)),
+        "training": {
+            "steps": state["total_steps"],
+            "chains": list(CHAINS),
+            "first_loss": round(losses[0], 3),
+            "last_loss": round(sum(losses[-tail:]) / tail, 3),
+            "evaluations": state["evaluations"],
+        },
+        "measured": json.loads((work_dir / "measured.json").read_text()),
+    }  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    (out / "README.md").write_text(render_card(metrics))
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(work_dir / "head" / name, out / name)
+
+
+def render_card(metrics: dict) -> str:
+    """The head's card, from its figures alone."""
+    config, training, measured = metrics["config"], metrics["training"], metrics["measured"]
+    layers = ", ".join(map(str, config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]))
+    data = "\n".join(
+        f"| {kind} | {c['prompts']} | {c['prompt_tokens'] / 1e3:.0f} k | {c['answer_tokens'] / 1e3:.0f} k |"
+        for kind, c in metrics["answers"].items()
+    )
+    kinds = list(next(iter(measured["temperatures"].values()))["mean_accepted"])
+    accepted = "\n".join(
+        f"| {t} | " + " | ".join(f"{found['mean_accepted'][kind]:.2f}" for kind in kinds) + " |"
+        for t, found in measured["temperatures"].items()
+    )
+    places = "\n".join(
+        f"| {t} | " + " | ".join(f"{share:.2f}" for share in found["accepted_at"]) + " |"
+        for t, found in measured["temperatures"].items()
+    )
+    evaluations = training["evaluations"]
+    shown = evaluations[:: max(1, len(evaluations) // 8)]
+    course = "\n".join(f"| {e['step']} | {e['overall']:.2f} |" for e in [*shown, *evaluations[-1:]])
+    return f"""# An EAGLE-3 head for SmolLM2-135M-Instruct
+
+Made by `scripts/train_eagle3.py`; this card is rendered from `metrics.json`. The target is
+`{metrics["target"]}` (Apache-2.0), as `tetris-sglang models` fetches it; nothing of it is in this folder.
+
+| | |
+|---|---|
+| parameters | {metrics["parameters"] / 1e6:.2f} M in bfloat16, {metrics["bytes"] / 1e6:.1f} MB |
+| reads | the outputs of layers {layers} |
+| drafts | {config["draft_vocab_size"]} of the target's {config["vocab_size"]} tokens, those that it writes most |
+| layer | {config["num_attention_heads"]} query and {config["num_key_value_heads"]} key-value heads, feed-forward of {config["intermediate_size"]} |
+
+## Data
+
+Answers of the target itself, half of them greedy, the rest at temperature 0.7 and 1. The prompts are ShareGPT's first questions
+(conversations whose id has a SHA-1 that begins with 0 to 9) and questions on Python's standard library. No text is in this folder.
+
+| prompts | count | prompt tokens | answer tokens |
+|---|---|---|---|
+{data}
+
+## Training
+
+{training["steps"]} steps. Chains of {", ".join(map(str, training["chains"]))} tokens in turn, from every position of an answer. Half
+cross-entropy to the target's distribution, half to its likeliest token. The loss fell from {training["first_loss"]:.2f} to
+{training["last_loss"]:.2f}.
+
+Accepted of {measured["drafted"]} greedy drafts on held-out prompts, while it was trained:
+
+| step | accepted |
+|---|---|
+{course}
+
+## What a server accepts
+
+{measured["prompts"]} prompts that were not trained on (ShareGPT of the split for results, HumanEval, the project's own questions), at most
+{measured["new_tokens"]} tokens each, float32. Every draft is verified; the draft's own tokens and probabilities, without
+calibration and texts. Accepted per pass, of {measured["drafted"]}:
+
+| temperature | {" | ".join(kinds)} |
+|---|{"---|" * len(kinds)}
+{accepted}
+
+Share accepted of the tokens at each place whose predecessors were accepted:
+
+| temperature | {" | ".join(str(i + 1) for i in range(measured["drafted"]))} |
+|---|{"---|" * measured["drafted"]}
+{places}
+"""
+
 
 if __name__ == "__main__":
     app()

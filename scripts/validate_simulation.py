@@ -1,13 +1,12 @@
 #!/usr/bin/env python
 """Does `tetris-sglang simulate` predict what `tetris-sglang bench` measured?
 
-    python scripts/validate_simulation.py                          # benchmarks/results/capacity_loads.json; some 10 minutes
-    python scripts/validate_simulation.py --measured bench.json    # closed loops of shipped prompts, the standalone draft, greedy
+    python scripts/validate_simulation.py --measured bench.json    # closed loops, the bench's own prompts, the shipped head, greedy
 
 1. A TETRIS server with automatic capacity starts alone and times its passes, as any does.
-2. Two servers of the pair before it was inflated (the same function, quicker) write what the comparison's requests were
-   answered, one at a time, and record what was drafted: one the draft's own tokens, which SGLang's speculation verifies; the
-   other what TETRIS drafts from precedents, with chains that go on. That the answers are those of the comparison is checked.
+2. Two servers answer the comparison's requests one at a time and record what was drafted: one the head's own tokens, which
+   SGLang's speculation verifies; the other what TETRIS drafts from precedents, with chains that go on. That the answers are
+   those of the comparison is checked.
 3. The same requests are simulated in the same order. Fitted are four constants to the runs without speculation and to those of
    SGLang's own with the fewest drafts: the machine's pace against that of the timed passes, with one row and with more, the
    host's time per step, and what a prefill costs beyond its pass.
@@ -19,7 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import random
+import os
 import shlex
 import sys
 import tempfile
@@ -36,19 +35,16 @@ from rich.progress import track
 from rich.table import Table
 from scipy.optimize import least_squares
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY / "scripts")]
-
-from record_traces import Recording, record
-
-from tetris_sglang.bench.arms import REFERENCE, Arm
-from tetris_sglang.bench.command import find_workload
+from tetris_sglang.bench.arms import DRAFTS, REFERENCE, Arm
 from tetris_sglang.bench.report import read_arm
 from tetris_sglang.bench.results import Sample, collect_provenance, hash_output, round_key
 from tetris_sglang.bench.settings import Settings
-from tetris_sglang.bench.workloads import SHARED_PREFIX, UNLIKE, Load
+from tetris_sglang.bench.workloads import EQUAL, SHARED_PREFIX, UNLIKE, Chats, Load, find_workload
 from tetris_sglang.capacity import PassTimes
-from tetris_sglang.pair import PAIR, inflate
+from tetris_sglang.config import find_settings
+from tetris_sglang.load import generate
+from tetris_sglang.models import REPOSITORY, ensure_target, find_head
+from tetris_sglang.prompts import Prompt, render_chats
 from tetris_sglang.server_process import ServerProcess
 from tetris_sglang.simulate.costs import Calibration, load_pass_times, make_costs
 from tetris_sglang.simulate.engine import Setup
@@ -62,25 +58,28 @@ TRACES = REPOSITORY / "build/validate_simulation"
 DEPTH = 6
 OWN, SERVED = "own", "served"
 RECORDINGS = {
-    OWN: Recording("draft", num_steps=DEPTH, calibration=False),
-    SERVED: Recording("draft", num_steps=DEPTH, num_continued=DEPTH),
+    OWN: (DEPTH, "--speculative-tetris-calibration", "false"),
+    SERVED: (2 * DEPTH, "--speculative-num-draft-tokens", str(2 * DEPTH + 1)),
 }
+"""Drafts per request, all verified, and flags: the head's own tokens and probabilities; calibrated chains that go on."""
 BAND = 0.10
 CHUNK_TOKENS = 2048
 """SGLang's default for --chunked-prefill-size on such a machine."""
 LEAST_EQUAL = 0.9
 """Of the answers: near-ties fall differently in passes of other shapes."""
 
-Orders = dict[tuple[Load, int], list[str]]
+Orders = dict[tuple[Load, int], list[Prompt]]
 """The prompts of every run in the order in which they were sent, by load and repeat."""
 
 
 class Texts(NamedTuple):
-    """Prompts, and what the pair writes after them."""
+    """Prompts, and what the model answers."""
 
     index: dict[str, int]
-    """By prompt."""
+    """By the prompt's id."""
     prompt_lens: np.ndarray
+    """Tokens."""
+    output_lens: np.ndarray
     """Tokens."""
     hashes: list[str]
     """Of the answers, as the bench has them."""
@@ -89,8 +88,7 @@ class Texts(NamedTuple):
 
 
 def main(
-    measured: Annotated[Path, typer.Option(help="JSON of tetris-sglang bench.")] = RESULTS
-    / "capacity_loads.json",
+    measured: Annotated[Path, typer.Option(help="JSON of tetris-sglang bench.")],
     traces: Annotated[
         Path, typer.Option(help="Folder of recorded drafts; what is there is not recorded again.")
     ] = TRACES,
@@ -108,14 +106,15 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(f"--measured {measured}: {error}") from None
     samples = [s for s in comparison["samples"] if s["concurrency"] <= most_in_flight]
+    workload = find_workload(settings)
     orders = {
-        (load, repeat): find_order(settings, load, repeat)
+        (load, repeat): find_order(workload, settings, load, repeat)
         for load, repeat in {(Load.of(s), s["repeat"]) for s in samples}
     }
     earlier = json.loads(out.read_text()) if out.exists() else {}
     passes = time_passes(settings) if retime or "pass_times" not in earlier else earlier["pass_times"]
-    prompts = sorted({text for order in orders.values() for text in order})
-    texts = record_texts(prompts, settings.output_len, traces)
+    prompts = sorted({prompt for order in orders.values() for prompt in order})
+    texts = record_texts(prompts, workload, settings, traces)
     check_answers(samples, orders, texts)
     arms = {name: read_arm(described) for name, described in comparison["arms"].items()}
     command = shlex.join(["python", "scripts/validate_simulation.py", *sys.argv[1:]])
@@ -154,12 +153,9 @@ def read_settings(comparison: dict[str, Any]) -> Settings:
     return settings
 
 
-def find_order(settings: Settings, load: Load, repeat: int) -> list[str]:
-    """The prompts of a run as sglang.bench_serving sent them (sglang/benchmark/datasets/custom.py shuffles)."""
-    count = load.num_prompts(settings.min_prompts, settings.waves)
-    prompts = find_workload(settings, PAIR).take(count, repeat)
-    random.Random(settings.seed + repeat).shuffle(prompts)
-    return prompts
+def find_order(workload: Chats, settings: Settings, load: Load, repeat: int) -> list[Prompt]:
+    """The prompts of a run as sglang.bench_serving sent them: it leaves chats in their order."""
+    return workload.take(load.num_prompts(settings.min_prompts, settings.waves), repeat)
 
 
 def check_answers(samples: Sequence[Sample], orders: Orders, texts: Texts) -> None:
@@ -172,52 +168,94 @@ def check_answers(samples: Sequence[Sample], orders: Orders, texts: Texts) -> No
         if sample["arm"] != REFERENCE:
             continue
         order = orders[Load.of(sample), sample["repeat"]]
-        recorded = [texts.hashes[texts.index[prompt]] for prompt in order]
+        recorded = [texts.hashes[texts.index[prompt.id]] for prompt in order]
         equal = np.mean(
             [mine == theirs for mine, theirs in zip(recorded, sample["output_hashes"], strict=True)]
         )
         if equal < LEAST_EQUAL:
             raise ValueError(
-                f"concurrency {sample['concurrency']}: {equal:.0%} of the answers are those that the pair writes now"
+                f"concurrency {sample['concurrency']}: {equal:.0%} of the answers are those that the model writes now"
             )
 
 
 # -- what the simulator needs --------------------------------------------------------------------------------------
 
 
+def tetris_arguments(settings: Settings) -> list[str]:
+    return [
+        *("--model-path", str(ensure_target()), "--dtype", settings.dtype),
+        *("--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(DEPTH)),
+        *("--speculative-draft-model-path", str(find_head())),
+    ]
+
+
 def time_passes(settings: Settings) -> dict:
     """Of a server that starts alone, into a cache of its own."""
-    target = inflate(PAIR / "target", settings.shape, settings.dtype)
     with tempfile.TemporaryDirectory(prefix="validate-simulation-") as name:
         folder = Path(name)
-        arguments = [
-            *("--model-path", str(target), "--dtype", settings.dtype),
-            *("--max-running-requests", str(max(settings.concurrency)), "--speculative-algorithm", "TETRIS"),
-            *("--speculative-draft-model-path", str(PAIR / "draft"), "--speculative-num-steps", str(DEPTH)),
-        ]
+        arguments = [*tetris_arguments(settings), "--max-running-requests", str(max(settings.concurrency))]
         environment = {"SGLANG_TETRIS_CACHE": str(folder / "cache")}
         with ServerProcess(arguments, folder / "passes.log", environment=environment, start_timeout_s=600):
             (path,) = (folder / "cache/pass_times").glob("*.json")
             return load_pass_times(path).to_json()
 
 
-def record_texts(prompts: Sequence[str], output_len: int, folder: Path) -> Texts:
-    """Have the pair write after all prompts, once for each of `RECORDINGS`."""
+def record_texts(prompts: Sequence[Prompt], workload: Chats, settings: Settings, folder: Path) -> Texts:
+    """Have the model answer all prompts, once for each of `RECORDINGS`.
+
+    Raises:
+        ValueError: an answer ended before anything was drafted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    lengths = [workload.choose_length(prompt) for prompt in prompts]
+    head = hashlib.sha256((find_head() / "model.safetensors").read_bytes()).hexdigest()
     rows, answers = {}, []
     for name, recording in track(RECORDINGS.items(), description="recording drafts"):
-        described = json.dumps([recording, prompts, output_len])
+        described = json.dumps([recording, head, prompts, lengths, settings.lengths])
         path = folder / f"{name}_{hashlib.sha256(described.encode()).hexdigest()[:16]}.trace"
         answers_path = path.with_suffix(".json")
         if not answers_path.exists():
-            completions = record(recording, path, prompts, output_len, concurrency=1, seed=0)
-            answers_path.write_text(
-                json.dumps([(hash_output(c.text), c.meta_info["prompt_tokens"]) for c in completions])
-            )
+            answers_path.write_text(json.dumps(record(recording, path, prompts, lengths, settings)))
         answers.append(json.loads(answers_path.read_text()))
         rows[name] = read_rows(path)
-    hashes, prompt_lens = zip(*answers[-1], strict=True)
-    return Texts({prompt: i for i, prompt in enumerate(prompts)}, np.array(prompt_lens), hashes, rows)
+    hashes, prompt_lens, output_lens = zip(*answers[-1], strict=True)
+    if short := [prompt.id for prompt, tokens in zip(prompts, output_lens, strict=True) if tokens < 2]:
+        raise ValueError(
+            f"the answers to {', '.join(short)} end with their first token: the traces lack them. Measure with "
+            f"--lengths {EQUAL}."
+        )
+    index = {prompt.id: i for i, prompt in enumerate(prompts)}
+    return Texts(index, np.array(prompt_lens), np.array(output_lens), hashes, rows)
+
+
+def record(
+    recording: tuple, path: Path, prompts: Sequence[Prompt], lengths: Sequence[int], settings: Settings
+) -> list[tuple[str, int, int]]:
+    """Serve the prompts one at a time: the trace then numbers them as they are.
+
+    Scheduling is synchronous: under overlap a request that has ended may ride in one more step.
+
+    Returns:
+        Of each answer the hash, its prompt's tokens and its own.
+    """
+    texts = render_chats(ensure_target(), [prompt.text for prompt in prompts])
+    num_drafts, *flags = recording
+    arguments = [
+        *(*tetris_arguments(settings), *flags, "--max-running-requests", "1", "--disable-overlap-schedule"),
+        *("--speculative-tetris-capacity-per-request", str(num_drafts)),
+        *("--speculative-tetris-record", str(path)),
+    ]
+    # Settings in the environment are for other servers.
+    for name in find_settings():
+        del os.environ[name]
+    with ServerProcess(arguments, path.with_suffix(".log"), start_timeout_s=600) as server:
+        completions, _ = generate(
+            server.url, texts, concurrency=1, max_new_tokens=lengths, ignore_eos=settings.lengths == EQUAL
+        )
+    return [
+        (hash_output(c.text), c.meta_info["prompt_tokens"], c.meta_info["completion_tokens"])
+        for c in completions
+    ]
 
 
 # -- predictions ---------------------------------------------------------------------------------------------------
@@ -225,13 +263,13 @@ def record_texts(prompts: Sequence[str], output_len: int, folder: Path) -> Texts
 
 def find_policy(arm: Arm) -> tuple[str, str] | None:
     """An arm as the simulator's policy and the recording of its drafts; None: the simulator has none."""
-    if arm.draft != "standalone" or arm.topk > 1 or max(arm.k + arm.extra, arm.num_steps) > DEPTH:
+    if arm.draft != DRAFTS[0] or arm.topk > 1 or max(arm.k + arm.extra, arm.num_steps) > DEPTH:
         return None
     if arm.capacity_tokens:
         return f"tetris{arm.num_steps}@{arm.capacity_tokens}", SERVED
     return {
         REFERENCE: ("none", OWN),
-        "standalone": (f"sd{arm.k}", OWN),
+        "sglang": (f"sd{arm.k}", OWN),
         "full": (f"sd{arm.k}", SERVED),
         "tetris": (f"tetris{arm.k}+{arm.extra}", SERVED),
         "uniform": (f"uniform{arm.k}+{arm.extra}", SERVED),
@@ -255,7 +293,7 @@ class Simulator:
         self.run = functools.cache(self._run)
         lengths = (
             Lengths.parse(int(np.median(texts.prompt_lens)), ""),
-            Lengths.parse(settings.output_len, ""),
+            Lengths.parse(int(np.median(texts.output_lens)), ""),
         )
         self._classes = {name: RequestClass(name, rows, *lengths) for name, rows in texts.rows.items()}
         self._tables = {name: join_rows([one]) for name, one in self._classes.items()}
@@ -263,7 +301,7 @@ class Simulator:
     def _run(self, arm: str, load: Load, repeat: int, calibration: Calibration) -> Outcome:
         policy, drafts = find_policy(self._arms[arm])
         order = self._orders[load, repeat]
-        taken = np.array([self._texts.index[prompt] for prompt in order])
+        taken = np.array([self._texts.index[prompt.id] for prompt in order])
         one = self._classes[drafts]
         # Before the prompts' there is the request with which SGLang warms a server up.
         first_rows = one.rows.starts[:-1][-len(self._texts.index) :]
@@ -272,7 +310,7 @@ class Simulator:
             np.zeros(count),
             np.zeros(count, np.int32),
             self._texts.prompt_lens[taken].astype(np.int32),
-            np.full(count, self._settings.output_len, np.int32),
+            self._texts.output_lens[taken].astype(np.int32),
             first_rows[taken],
             np.zeros((count, 2)),
         )
@@ -317,7 +355,7 @@ class Simulator:
 
 def find_fitted(arms: dict[str, Arm], measured: Collection[str]) -> list[str]:
     """No speculation, and SGLang's own with the fewest drafts: what anybody has without TETRIS."""
-    own = [name for name in measured if arms[name].family == "standalone" and find_policy(arms[name])]
+    own = [name for name in measured if arms[name].family == "sglang" and find_policy(arms[name])]
     return [REFERENCE, *sorted(own, key=lambda name: arms[name].k)[:1]]
 
 

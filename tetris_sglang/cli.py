@@ -1,4 +1,4 @@
-"""`tetris-sglang`: check, explain, replay, demo, bench, simulate. Commands import what they need when they run."""
+"""`tetris-sglang`: check, explain, replay, demo, models, bench, simulate. Commands import what they need when they run."""
 
 from __future__ import annotations
 
@@ -107,23 +107,36 @@ def replay(
 
 @app.command()
 def demo(
-    shape: Annotated[
-        str | None, typer.Option(help="What the trained target is inflated to.", show_default="cpu-100m")
+    repeats: Annotated[int | None, typer.Option(help="Passes per server and load.", show_default="2")] = None,
+    model_path: Annotated[
+        str | None, typer.Option(help="Your own target.", show_default="SmolLM2-135M-Instruct")
     ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(help="Passes per server and concurrency.", show_default="3")
-    ] = None,
-    num_steps: Annotated[
-        int | None, typer.Option(help="Tokens drafted per request.", show_default="4")
-    ] = None,
-    capacity_per_request: Annotated[
-        int | None, typer.Option(help="Drafts verified per request and step, on average.", show_default="3")
+    draft_model_path: Annotated[
+        str | None, typer.Option(help="An EAGLE-3 head of it.", show_default="the shipped one")
     ] = None,
 ) -> None:
-    """Serve the shipped model pair with TETRIS and without speculation, and compare the two."""
+    """Serve a real model with TETRIS, with SGLang's own speculation and with none, and compare the three."""
     from tetris_sglang.demo import demo
 
-    _call(demo, shape=shape, repeats=repeats, num_steps=num_steps, capacity_per_request=capacity_per_request)
+    _call(demo, repeats=repeats, model_path=model_path, draft_model_path=draft_model_path)
+
+
+@app.command()
+def models() -> None:
+    """Fetch the model and the prompts that demo and bench use, and say where they are."""
+    from tetris_sglang.fetch import HUMAN_EVAL, SHAREGPT, NotFetched, fetch
+    from tetris_sglang.models import ensure_target
+
+    try:
+        for name, path in (
+            ("SmolLM2-135M-Instruct", ensure_target),
+            ("HumanEval", lambda: fetch(HUMAN_EVAL)),
+            ("ShareGPT", lambda: fetch(SHAREGPT)),
+        ):
+            typer.echo(f"{name}: {path()}")
+    except NotFetched as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 app.command()(bench)

@@ -200,15 +200,22 @@ SETTINGS: tuple[Setting, ...] = (
         "calibration",
         _parse_bool,
         "on|off",
-        "TETRIS: correct the draft's probabilities by what was accepted, per depth and score and per request, while serving. "
-        "Default: on.",
+        "TETRIS: correct the draft's probabilities while serving by what was accepted, per depth and score, and by what recent "
+        "texts say. Default: on.",
+    ),
+    Setting(
+        "shared_texts",
+        _parse_bool,
+        "on|off",
+        "TETRIS: let requests draft from one another's texts, running or lately ended, too. It never shows in an output, but how fast "
+        "it comes can tell that somebody wrote the same before; cache_salt and extra_key keep texts apart. Default: off.",
     ),
     Setting(
         "draft",
         _parse_draft,
         "KIND",
         "TETRIS: what drafts: standalone (a model of its own), eagle, eagle3 (heads on the target's states), mtp (the target's "
-        "own prediction layers), ngram (no model: what followed before in recent texts), or auto: found out "
+        "own prediction layers), ngram (no model: what followed before in the request's text), or auto: found out "
         "from the models; without --speculative-draft-model-path mtp where the target has such layers, else ngram. Default: auto.",
     ),
     Setting(
@@ -253,6 +260,7 @@ class TetrisConfig:
     selection: str = "tetris"
     fairness: float = 0.0
     calibration: bool = True
+    shared_texts: bool = False
     phase_times: bool = False
     verify_plan: str = "device"
     draft: str = "auto"

@@ -1,4 +1,4 @@
-"""TETRIS beside no speculation on two real servers, in a few minutes without a GPU: `tetris-sglang demo`."""
+"""TETRIS beside no speculation and SGLang's own on three real servers, in a few minutes without a GPU: `tetris-sglang demo`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from tetris_sglang.load import DraftCounts, count_drafts, flush_cache, generate, read_step_counts
-from tetris_sglang.pair import PAIR, check_parts, inflate, read_prompts
+from tetris_sglang.fetch import NotFetched
+from tetris_sglang.load import DraftCounts, count_drafts, flush_cache, generate
+from tetris_sglang.models import ensure_target, find_head
+from tetris_sglang.prompts import read_questions, render_chats
 from tetris_sglang.server_process import ServerFailed, ServerProcess, start_all
 
-CONCURRENCIES = (1, 4, 8)
-NUM_STEPS = 4
-CAPACITY_PER_REQUEST = 3
-NEW_TOKENS = 48
-_STREAMED_TOKENS = 64
-_QUESTION = "What does this function do?\n\ndef add(a, b):\n    return a + b"
-_STEP_STYLES = ("bold green", "bold cyan")
+PROMPTS_AT = {1: 3, 4: 8, 8: 16}
+"""Requests in flight -> questions asked."""
+MAX_NEW_TOKENS = (48, 128, 32, 96, 160, 64, 112)
+"""Users' answers are of unlike lengths; all of one length would start and end together, which flatters no speculation."""
+NONE, UPSTREAM, TETRIS = "no speculation", "SGLang EAGLE3, k = 3", "TETRIS"
+_STREAMED_TOKENS = 160
+_STREAMED = ("code-01", "explain-00")
+"""Questions whose answers are shown."""
+_PASS_STYLES = ("bold green", "bold cyan")
 
 
 class Run(NamedTuple):
@@ -38,77 +42,82 @@ class Run(NamedTuple):
 
     tokens_per_s: float
     counts: DraftCounts
-    rows_per_step: float | None
     texts: list[str]
 
 
 def demo(
     console: Console | None = None,
-    shape: str = "cpu-100m",
-    repeats: int = 3,
-    pair: Path = PAIR,
-    num_steps: int = NUM_STEPS,
-    capacity_per_request: int = CAPACITY_PER_REQUEST,
+    repeats: int = 2,
+    model_path: str | None = None,
+    draft_model_path: str | None = None,
 ) -> None:
-    """Start SGLang with and without TETRIS, stream a completion, and compare the two.
+    """Start SGLang with TETRIS, with its own speculation and with none; stream answers, and compare the three.
 
     Args:
         console: where to draw; default: the terminal.
-        shape: what the target is inflated to, for a realistic cost per pass (scripts/inflate_model.py).
-        repeats: interleaved passes per server and concurrency.
-        pair: folder with target/, draft/ and prompts.jsonl.
-        num_steps: tokens drafted per request and step.
-        capacity_per_request: of those, how many are verified on average.
+        repeats: interleaved passes per server and load.
+        model_path: a folder with a chat template; default: SmolLM2-135M-Instruct, fetched.
+        draft_model_path: an EAGLE-3 head of it; default: the shipped one. Together with model_path, or neither.
     Raises:
         typer.Exit: 1 if a greedy output differs from the one without speculation, 2 if something is missing,
             130 after Ctrl-C; the servers are gone in every case.
+        ValueError: one path without the other, or no repeats.
     """
     console = console or Console()
+    if repeats < 1:
+        raise ValueError(f"--repeats {repeats}: give 1 or more")
+    if (model_path is None) != (draft_model_path is None):
+        raise ValueError("--model-path and --draft-model-path belong together: give both, or neither")
     try:
-        identical, total = _run(console, shape, repeats, Path(pair), num_steps, capacity_per_request)
+        identical, total = _run(console, repeats, model_path, draft_model_path)
     except KeyboardInterrupt:
-        console.print("\nStopped; both servers are gone.")
+        console.print("\nStopped; the servers are gone.")
         raise typer.Exit(130) from None
-    except (ValueError, FileNotFoundError, ServerFailed) as error:
+    except (FileNotFoundError, NotFetched, ServerFailed) as error:
         console.print(Text.assemble(("error: ", "red"), str(error)))
         raise typer.Exit(2) from None
     if identical < total:
         raise typer.Exit(1)
 
 
-def _run(
-    console: Console, shape: str, repeats: int, pair: Path, num_steps: int, capacity_per_request: int
-) -> tuple[int, int]:
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}")
-    prompts = _read_prompts(pair)
-    console.rule("1. A model pair")
-    console.print(
-        f"A small trained target and its draft are in {_shorten(pair)}. The target is embedded exactly into "
-        f"a larger architecture ({shape}): the same function at a larger model's cost.",
-        highlight=False,
-    )
-    target = inflate(pair / "target", shape)
-
-    console.rule("2. Two SGLang servers")
+def server_arguments(target: str, head: str) -> dict[str, list[str]]:
+    """What each of the three is started with."""
     # SGLang would serve a float32 model in float16, which few CPUs multiply fast, and which rounds so coarsely that
     # greedy ties break differently from one batch size to another.
-    plain = ["--model-path", str(target), "--dtype", "float32"]
-    speculative = [
-        *plain,
-        *("--speculative-algorithm", "TETRIS"),
-        *("--speculative-draft-model-path", str(pair / "draft")),
-        *("--speculative-num-steps", str(num_steps)),
-        *("--speculative-tetris-capacity-per-request", str(capacity_per_request)),
-    ]
+    plain = ["--model-path", target, "--dtype", "float32"]
+    draft = ["--speculative-draft-model-path", head]
+    chain = [*("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")]
+    return {
+        NONE: plain,
+        UPSTREAM: [
+            *(*plain, "--speculative-algorithm", "EAGLE3", *draft, *chain),
+            *("--speculative-num-draft-tokens", "4"),
+        ],
+        TETRIS: [*plain, "--speculative-algorithm", "TETRIS", *draft],
+    }
+
+
+def _run(console: Console, repeats: int, model_path: str | None, head: str | None) -> tuple[int, int]:
+    console.rule("1. A model and a draft")
+    if model_path is None:
+        head = str(find_head())
+        with console.status("SmolLM2-135M-Instruct: the first time it is fetched (93 MB) and dequantised"):
+            model_path = str(ensure_target())
+    console.print(
+        f"target  {_shorten(model_path)}\ndraft   {_shorten(head)}", highlight=False, soft_wrap=True
+    )
+    prompts = render_chats(model_path, [question.text for question in read_questions()])
+
+    console.rule("2. Three SGLang servers")
+    arguments = server_arguments(model_path, head)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tetris-demo-")))
         servers = {
-            name: ServerProcess(arguments, logs / f"{name}.log", start_timeout_s=600)
-            for name, arguments in (("no speculation", plain), ("TETRIS", speculative))
+            name: ServerProcess(flags, logs / f"{index}.log", start_timeout_s=600)
+            for index, (name, flags) in enumerate(arguments.items())
         }
-        for name, arguments in (("no speculation", plain), ("TETRIS", speculative)):
-            command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+        for name, flags in arguments.items():
+            command = [sys.executable, "-m", "sglang.launch_server", *flags]
             console.print(f"[bold]{name}[/]", highlight=False)
             console.print(
                 "  " + " ".join(map(_shorten, command)), soft_wrap=True, highlight=False, markup=False
@@ -121,30 +130,20 @@ def _run(
             "drafts and one token of its own.\n",
             highlight=False,
         )
-        with _awake(servers["TETRIS"]) as server:
+        questions = {question.id: question.text for question in read_questions()}
+        with _awake(servers[TETRIS]) as server:
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-            _stream_completion(client, prompts[0], console)
-            _chat(client, console)
+            for name in _STREAMED:
+                _stream_answer(client, questions[name], console)
 
-        console.rule("4. The same prompts on both servers")
+        console.rule("4. The same questions on all three")
         console.print(
-            f"Greedy, {NEW_TOKENS} tokens each, {repeats} times in turn; the waiting server is frozen.",
+            f"Greedy, answers of at most {min(MAX_NEW_TOKENS)} to {max(MAX_NEW_TOKENS)} tokens, {repeats} times in turn; the "
+            "waiting servers are frozen.",
             highlight=False,
         )
         runs = _compare(servers, prompts, repeats, console)
     return _report(runs, console)
-
-
-# -- the pair ------------------------------------------------------------------------------------------------
-
-
-def _read_prompts(pair: Path) -> list[str]:
-    """Texts of different kinds in turn, so that the first few differ in how well they can be drafted."""
-    check_parts(pair, "target/config.json", "draft/config.json")
-    prompts = read_prompts(pair)
-    if len(prompts) < max(CONCURRENCIES):
-        raise ValueError(f"{pair / 'prompts.jsonl'} holds too few prompts: {max(CONCURRENCIES)} are needed")
-    return prompts
 
 
 def _shorten(argument: Path | str) -> str:
@@ -162,24 +161,24 @@ def _shorten(argument: Path | str) -> str:
 def _start(
     servers: dict[str, ServerProcess], stack: ExitStack, prompts: Sequence[str], console: Console
 ) -> None:
-    """Start both servers at once; each is warmed up, then frozen until its turn."""
+    """Start all; each is warmed up, then frozen until its turn."""
 
     def warm_up(server: ServerProcess) -> None:
-        generate(server.url, prompts[:4], concurrency=4, max_new_tokens=16)
+        generate(server.url, prompts[-4:], concurrency=4, max_new_tokens=16)
         server.pause()
 
     for server in servers.values():
         stack.callback(server.stop)
-    with console.status("starting (about a minute; the first time takes longer)"):
+    with console.status("starting (a minute or two)"):
         failures = start_all(list(servers.values()), warm_up)
     for name, failure in zip(servers, failures, strict=True):
         if failure is not None:
             raise ServerFailed(f"the server of {name} did not start: {failure}")
-    console.print("Both answer.")
+    console.print("All answer.")
 
 
 class _awake:
-    """A server that runs inside the block and is frozen outside, so that it costs the other one nothing."""
+    """A server that runs inside the block and is frozen outside, so that it costs the others nothing."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
@@ -196,113 +195,100 @@ class _awake:
 # -- what is shown -------------------------------------------------------------------------------------------
 
 
-def _stream_completion(client: openai.OpenAI, prompt: str, console: Console) -> None:
-    console.print("[bold]POST /v1/completions, stream=true[/]", highlight=False)
-    console.print(Text(prompt, style="dim"), end="", soft_wrap=True)
-    stream = client.completions.create(
-        model="default", prompt=prompt, max_tokens=_STREAMED_TOKENS, temperature=0, stream=True
-    )
-    bar = "" if console.color_system else "|"
-    num_pieces = 0
-    for chunk in stream:
-        if chunk.choices and (text := chunk.choices[0].text):
-            console.print(Text(bar + text, style=_STEP_STYLES[num_pieces % 2]), end="", soft_wrap=True)
-            num_pieces += 1
-    console.print(f"\n({_STREAMED_TOKENS} tokens in {num_pieces} pieces)\n", style="dim", highlight=False)
-
-
-def _chat(client: openai.OpenAI, console: Console) -> None:
-    console.print("[bold]POST /v1/chat/completions[/]", highlight=False)
-    console.print(Text(_QUESTION, style="dim"), soft_wrap=True)
-    answer = client.chat.completions.create(
+def _stream_answer(client: openai.OpenAI, question: str, console: Console) -> None:
+    console.print("[bold]POST /v1/chat/completions, stream=true[/]", highlight=False)
+    console.print(Text(question, style="dim"), soft_wrap=True)
+    stream = client.chat.completions.create(
         model="default",
-        messages=[{"role": "user", "content": _QUESTION}],
+        messages=[{"role": "user", "content": question}],
         max_tokens=_STREAMED_TOKENS,
         temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
     )
-    console.print(Text(answer.choices[0].message.content or "(empty)", style="bold green"), soft_wrap=True)
-    console.print(
-        "(A model of a few million parameters: speed is real, wisdom is not.)\n", style="dim", highlight=False
-    )
+    bar = "" if console.color_system else "|"
+    num_pieces = num_tokens = 0
+    for chunk in stream:
+        if chunk.choices and (text := chunk.choices[0].delta.content):
+            console.print(Text(bar + text, style=_PASS_STYLES[num_pieces % 2]), end="", soft_wrap=True)
+            num_pieces += 1
+        if chunk.usage:
+            num_tokens = chunk.usage.completion_tokens
+    console.print(f"\n({num_tokens} tokens in {num_pieces} pieces)\n", style="dim", highlight=False)
 
 
 def _compare(
     servers: dict[str, ServerProcess], prompts: Sequence[str], repeats: int, console: Console
 ) -> dict[tuple[str, int], list[Run]]:
-    """Measure both servers in turn; (server, concurrency) -> one run per repeat."""
-    runs: dict[tuple[str, int], list[Run]] = {(name, c): [] for name in servers for c in CONCURRENCIES}
+    """Measure all servers in turn; (server, requests in flight) -> one run per repeat."""
+    runs: dict[tuple[str, int], list[Run]] = {(name, c): [] for name in servers for c in PROMPTS_AT}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=repeats * len(runs))
         for repeat in range(repeats):
-            names = list(servers) if repeat % 2 == 0 else list(servers)[::-1]
-            for concurrency in CONCURRENCIES:
+            names = list(servers)[:: 1 if repeat % 2 == 0 else -1]
+            for concurrency, count in PROMPTS_AT.items():
+                # Others in every repeat: a cache of what was asked before helps nobody.
+                asked = [prompts[(repeat * count + i) % len(prompts)] for i in range(count)]
                 for name in names:
-                    progress.update(task, description=f"{name}, concurrency {concurrency}")
+                    progress.update(task, description=f"{name}, {concurrency} in flight")
                     with _awake(servers[name]) as server:
-                        runs[name, concurrency].append(_measure(server, prompts, concurrency))
+                        runs[name, concurrency].append(_measure(server, asked, concurrency))
                     progress.advance(task)
     return runs
 
 
 def _measure(server: ServerProcess, prompts: Sequence[str], concurrency: int) -> Run:
-    generate(server.url, prompts[:1], concurrency=1, max_new_tokens=4)  # wakes it up
+    generate(server.url, prompts[-1:], concurrency=1, max_new_tokens=4)  # wakes it up
     flush_cache(server.url)
-    before = read_step_counts(server.url)
+    lengths = [MAX_NEW_TOKENS[i % len(MAX_NEW_TOKENS)] for i in range(len(prompts))]
     completions, seconds = generate(
-        server.url, prompts[: max(4, concurrency)], concurrency=concurrency, max_new_tokens=NEW_TOKENS
+        server.url, prompts, concurrency=concurrency, max_new_tokens=lengths, ignore_eos=False
     )
-    steps = read_step_counts(server.url).since(before)
     return Run(
         tokens_per_s=sum(c.meta_info["completion_tokens"] for c in completions) / seconds,
         counts=count_drafts(c.meta_info for c in completions),
-        rows_per_step=steps.rows_per_step,
         texts=[c.text for c in completions],
     )
 
 
 def _report(runs: dict[tuple[str, int], list[Run]], console: Console) -> tuple[int, int]:
     """Print the table; returns how many outputs are equal, of how many."""
-    table = Table(
-        title="TETRIS against no speculation", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    columns = (
-        "concurrency",
-        "tokens/s ratio",
-        "accept length",
-        "success rate",
-        "verified per step",
-        "same text",
-    )
+    table = Table(title="Output tokens per second", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = ("in flight", "server", "tokens/s", "ratio", "accept length", "success rate", "same text")
     for column in columns:
-        table.add_column(column.replace(" ", "\n", 1), justify="right", no_wrap=True)
+        justify = "left" if column == "server" else "right"
+        table.add_column(column.replace(" ", "\n", 1), justify=justify, no_wrap=True)
     identical = total = 0
-    for concurrency in CONCURRENCIES:
-        plain, tetris = runs["no speculation", concurrency], runs["TETRIS", concurrency]
-        ratios = [t.tokens_per_s / p.tokens_per_s for t, p in zip(tetris, plain, strict=True)]
+    for name, concurrency in sorted(runs, key=lambda key: key[1]):
+        plain, own = runs[NONE, concurrency], runs[name, concurrency]
+        speed = f"{median(run.tokens_per_s for run in own):.1f}"
+        if name == NONE:
+            table.add_row(str(concurrency), name, speed, "1", "", "", "")
+            continue
+        ratios = [o.tokens_per_s / p.tokens_per_s for o, p in zip(own, plain, strict=True)]
         same = [
-            a == b for t, p in zip(tetris, plain, strict=True) for a, b in zip(t.texts, p.texts, strict=True)
+            a == b for o, p in zip(own, plain, strict=True) for a, b in zip(o.texts, p.texts, strict=True)
         ]
-        counts = DraftCounts(*(sum(values) for values in zip(*map(_as_tuple, tetris), strict=True)))
-        ratio = median(ratios)
+        counts = DraftCounts(*(sum(values) for values in zip(*map(_as_tuple, own), strict=True)))
+        loses = round(median(ratios), 2) < 1
         table.add_row(
-            str(concurrency),
+            "",
+            Text(name, style="bold" if name == TETRIS else ""),
+            speed,
             Text(
-                f"{ratio:.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
-                + (" loses" if round(ratio, 2) < 1 else ""),
-                style="red" if round(ratio, 2) < 1 else "green",
+                f"{median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})" + (" loses" if loses else ""),
+                style="red" if loses else "green",
             ),
             f"{counts.accept_length:.2f}",
             f"{counts.success_rate:.0%}",
-            f"{median(run.rows_per_step for run in tetris):.1f}",
             f"{sum(same)} of {len(same)}",
         )
         identical, total = identical + sum(same), total + len(same)
     console.print(table)
     console.print(
-        "Ratio: median and smallest..largest of the paired repeats. Accept length: tokens per request and "
-        "step. Success rate: accepted of verified drafts. Verified per step: rows of one target pass, one root "
-        "per request included.",
+        "Ratio: to no speculation in the same repeat, median and smallest..largest. Accept length: tokens per request and "
+        "pass of the target. Success rate: accepted of verified drafts.",
         style="dim",
         highlight=False,
     )

@@ -20,29 +20,36 @@ class Completion(NamedTuple):
 
 
 def generate(
-    url: str, prompts: Sequence[str], *, concurrency: int, max_new_tokens: int, **sampling: float
+    url: str,
+    prompts: Sequence[str],
+    *,
+    concurrency: int,
+    max_new_tokens: int | Sequence[int],
+    **sampling: float,
 ) -> tuple[list[Completion], float]:
-    """Send all prompts to a server's /generate, at most `concurrency` at a time, ignoring end-of-text tokens.
+    """Send all prompts to a server's /generate, at most `concurrency` at a time.
 
     Args:
-        sampling: further sampling parameters; greedy without.
+        max_new_tokens: of all prompts, or one each.
+        sampling: further sampling parameters; without any, greedy and past the end of a text.
     Returns:
         The completions in the order of the prompts, and the seconds that all of them took.
     Raises:
         requests.RequestException: the server refused a prompt or went away.
     """
-    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True} | sampling
+    sampling = {"temperature": 0, "ignore_eos": True} | sampling
+    lengths = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     with requests.Session() as session, ThreadPoolExecutor(concurrency) as pool:
 
-        def complete(prompt: str) -> Completion:
-            body = {"text": prompt, "sampling_params": sampling}
+        def complete(prompt: str, length: int) -> Completion:
+            body = {"text": prompt, "sampling_params": sampling | {"max_new_tokens": length}}
             response = session.post(f"{url}/generate", json=body, timeout=_TIMEOUT_S)
             response.raise_for_status()
             answer = response.json()
             return Completion(answer["text"], answer["meta_info"])
 
         started_at = time.perf_counter()
-        completions = list(pool.map(complete, prompts))
+        completions = list(pool.map(complete, prompts, lengths))
         return completions, time.perf_counter() - started_at
 
 

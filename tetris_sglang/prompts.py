@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,3 +80,16 @@ def read_questions(path: Path = QUESTIONS) -> list[Prompt]:
     """The project's own questions, of unlike kinds."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [Prompt(q["id"], q["kind"], q["text"], "") for q in map(json.loads, lines)]
+
+
+def render_chats(model: Path | str, texts: Iterable[str]) -> list[str]:
+    """The texts as one user's turn each, in the model's own chat template, ready for an answer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        for text in texts
+    ]

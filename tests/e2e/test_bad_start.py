@@ -89,6 +89,10 @@ STARTS = {
             "Choose a value in that range",
         ],
     ),
+    "a tree of n-grams": Start(
+        [*TETRIS, "--speculative-eagle-topk", "2"],
+        ["--speculative-eagle-topk 2: n-grams draft chains only", "Leave it out"],
+    ),
     "another release": Start(
         PAIR,
         ["SGLang 0.5.99 is installed", "pip install 'sglang==0.5.23'", "Unknown speculative algorithm"],

@@ -54,7 +54,7 @@ def draw_arguments(draw: random.Random) -> tuple[list[str], bool]:
         return [str(flag) for flag in flags] if draw.random() < probability else []
 
     kind = draw.choice(["standalone", "standalone", "eagle", "eagle3", "ngram"])
-    num_steps, topk = draw.choice([1, 2, 3, 5, 8]), draw.choice([1, 1, 2, 3])
+    num_steps, topk = draw.choice([1, 2, 3, 5, 8]), draw.choice([1, 1, 2, 3]) if kind != "ngram" else 1
     arguments = ["--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(num_steps)]
     if kind != "ngram":
         arguments += ["--speculative-draft-model-path", str(DRAFTS[kind])]

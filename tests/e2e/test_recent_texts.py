@@ -1,4 +1,4 @@
-"""What one request wrote drafts for the next, unless they are kept apart; what is written is the same."""
+"""Where texts are shared, what one request wrote drafts for the next, unless they are kept apart; what is written is the same."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ NEW_TOKENS, DEPTH = 64, 6
 def client(tmp_path_factory):
     arguments = [
         *(*COMMON, *TETRIS, "--speculative-num-steps", str(DEPTH)),
-        *("--speculative-tetris-capacity-per-request", str(DEPTH)),
+        *("--speculative-tetris-capacity-per-request", str(DEPTH), "--speculative-tetris-shared-texts", "on"),
     ]
     with ServerProcess(arguments, Path(tmp_path_factory.mktemp("recent")) / "server.log") as server:
         yield Client(server.url, server.log_path)

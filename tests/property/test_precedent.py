@@ -25,7 +25,7 @@ from tetris_sglang.drafting import (
     trust_match_lens,
 )
 from tetris_sglang.drafting.precedent import COPIED_PROB, MAX_MATCH
-from tetris_sglang.runtime.learning import RequestsCalibration
+from tetris_sglang.runtime.learning import EvidenceCalibration
 from tetris_sglang.selection import Calibration, EvidenceOffsets
 
 settings.register_profile("tetris", deadline=None, max_examples=100)
@@ -251,7 +251,7 @@ def test_nothing_is_asked_of_the_device_while_drafting():
     with FakeTensorMode():
         precedent = Precedent(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
         offsets = EvidenceOffsets(INITIAL_OFFSETS)
-        calibrate = RequestsCalibration(Calibration(3), offsets, torch.zeros(2))
+        calibrate = EvidenceCalibration(Calibration(3), offsets)
         counsel = Counsel(precedent, calibrate)
         tokens, probs = torch.zeros(2, 1, 2, dtype=torch.int64), torch.ones(2, 1, 2)
         choice = counsel.choose(0, tokens, probs, counsel.exists)
@@ -274,7 +274,7 @@ def simulate(offsets: EvidenceOffsets, truth: torch.Tensor, steps: int, seed: in
         probs = (torch.randn(8, 6, generator=generator)).sigmoid()
         accepted = torch.rand(8, 6, generator=generator) < (probs.logit() + truth[kinds]).sigmoid()
         reached = torch.rand(8, 6, generator=generator) < 0.7
-        calibrated = calibration.apply(probs, 1, offsets.offsets(kinds))
+        calibrated = (calibration.log_odds(probs, 1) + offsets.offsets(kinds)).sigmoid()
         offsets.observe(kinds, calibrated, reached, accepted & reached)
 
 
@@ -329,7 +329,7 @@ def test_a_rival_of_that_probability_is_worth_as_much(seed):
         probs = torch.rand(64, depth, generator=generator)
         accepted = torch.rand(64, depth, generator=generator) < probs**2
         calibration.observe(probs, torch.arange(1, depth + 1), torch.ones_like(accepted), accepted)
-    calibrate = RequestsCalibration(calibration, offsets, torch.randn(2, generator=generator))
+    calibrate = EvidenceCalibration(calibration, offsets)
     depths = torch.arange(1, depth + 1)
     whose = KINDS * torch.randint(2, (2, 1), generator=generator)
     contradicted = whose + torch.randint(FIRST_COPIED, (2, depth), generator=generator)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tetris_sglang.drafting import NUM_EVIDENCE, Precedent, RecentTexts, continued_evidence, put_others
-from tetris_sglang.drafting.precedent import COPIED_PROB, MAX_MATCH
+from tetris_sglang.drafting import NUM_EVIDENCE, Precedent, RecentTexts, continued_evidence
+from tetris_sglang.drafting.precedent import MAX_MATCH
 from tetris_sglang.drafting.recent_texts import ORDERS
 
 settings.register_profile("tetris", deadline=None, max_examples=100)
@@ -79,7 +79,8 @@ class Run:
     def __init__(self, seed: int, vocab: int, **settings) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.vocab = vocab
-        self.recent, self.reference = RecentTexts(SLOTS, VOCAB, **settings), ReferenceTexts()
+        self.recent = RecentTexts(SLOTS, VOCAB, **{"are_shared": True} | settings)
+        self.reference = ReferenceTexts()
 
     def draw(self, high: int, count: int = 1) -> list[int]:
         return torch.randint(high, (count,), generator=self.generator).tolist()
@@ -102,10 +103,10 @@ class Run:
         self.reference.append(slot, tokens)
 
 
-@given(SEEDS, st.integers(2, 5), st.integers(1, 30))
-def test_what_is_found_is_the_last_place_that_shares_most(seed, vocab, steps):
-    """With room for all. The own text comes first, up to half as many shared tokens."""
-    run = Run(seed, vocab, width=256, num_ended=32)
+@given(SEEDS, st.integers(2, 5), st.integers(1, 30), st.booleans())
+def test_what_is_found_is_the_last_place_that_shares_most(seed, vocab, steps, are_shared):
+    """With room for all. The own text comes first, up to half as many shared tokens; unless shared, it is the only one."""
+    run = Run(seed, vocab, are_shared=are_shared, width=256, num_ended=32)
     for _ in range(steps):
         run.step()
     running, depth = sorted(run.reference.of_slot), 5
@@ -113,6 +114,7 @@ def test_what_is_found_is_the_last_place_that_shares_most(seed, vocab, steps):
     for row, slot in enumerate(running):
         shares = run.reference.find(slot)
         own, others = (shares[scope][0][0] if shares[scope] else 0 for scope in ("own", "all"))
+        others = others if are_shared else own
         assert bool(found.is_others[row]) == (others > 2 * own)
         assert found.match_lens[row] == (others if others > 2 * own else own)
         if own or others:
@@ -150,7 +152,7 @@ def test_where_there_is_no_room_tokens_are_still_tokens_and_spaces_apart(seed, n
 
 
 def fill(texts: dict[int, list[int]], spaces: dict[int, int] | None = None) -> RecentTexts:
-    recent = RecentTexts(SLOTS, VOCAB, num_ended=1, num_entries=1 << 16)
+    recent = RecentTexts(SLOTS, VOCAB, are_shared=True, num_ended=1, num_entries=1 << 16)
     for slot, text in texts.items():
         write(recent, slot, text, (spaces or {}).get(slot, 0))
     return recent
@@ -187,7 +189,7 @@ def test_texts_of_different_spaces_know_nothing_of_each_other():
 
 
 def test_ended_requests_are_remembered_until_there_are_newer_ones():
-    recent = RecentTexts(2, VOCAB, num_ended=1, num_entries=1 << 16)
+    recent = RecentTexts(2, VOCAB, are_shared=True, num_ended=1, num_entries=1 << 16)
     write(recent, 0, [5, 6, 7])
     write(recent, 1, [5, 6])
     write(recent, 0, [9, 9, 9])
@@ -203,30 +205,16 @@ def test_kinds_of_evidence_say_whose_text_it_was():
     assert own == continued_evidence(both._replace(is_others=None))[0].tolist()
 
 
-def test_anothers_branch_takes_the_place_of_its_like_or_of_the_last():
-    tokens = torch.tensor([[[1, 1], [2, 2], [3, 3]]]).repeat(3, 1, 1)
-    precedent = Precedent(
-        torch.tensor([[2, 9], [7, 9], [7, 9]]), torch.tensor([3, 3, 2]), torch.tensor([True, True, False])
-    )
-    tokens, probs, evidence = put_others(tokens, torch.full((3, 3, 2), 0.25), precedent)
-    assert tokens[:, :, 0].tolist() == [[1, 2, 3], [1, 2, 7], [1, 2, 3]]
-    assert tokens[0, 1].tolist() == [2, 9]
-    is_others = evidence > 0
-    assert is_others[:, :, 0].tolist() == [[False, True, False], [False, False, True], [False] * 3]
-    assert torch.equal(evidence[is_others].view(2, 2), continued_evidence(precedent)[:2])
-    assert (probs[~is_others] == 0.25).all() and (probs[is_others] == COPIED_PROB).all()
-
-
 @pytest.mark.parametrize("bad", [{"width": 0}, {"num_ended": -1}, {"num_entries": 48}, {"num_entries": 1}])
 def test_bad_settings_are_named(bad):
     with pytest.raises(ValueError, match=r"a power of two, got .*-?[0-9]+"):
-        RecentTexts(2, VOCAB, **bad)
+        RecentTexts(2, VOCAB, are_shared=True, **bad)
 
 
 def test_nothing_waits_for_the_device():
     """Fake tensors have no values: reading one would raise."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        recent = RecentTexts(SLOTS, VOCAB, num_entries=64)
+        recent = RecentTexts(SLOTS, VOCAB, are_shared=True, num_entries=64)
         slots = torch.tensor([1, 2])
         recent.begin(slots, torch.zeros(2, 10, dtype=torch.int64))
         recent.append(slots, torch.zeros(2, 3, dtype=torch.int64), slots)

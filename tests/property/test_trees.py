@@ -17,7 +17,6 @@ from tetris_sglang.drafting import (
     ancestor_mask,
     count_nodes,
     make_grid,
-    merge_branches,
 )
 from tetris_sglang.selection import select_prefixes
 
@@ -242,27 +241,6 @@ def test_a_chain_is_the_tree_with_one_branch(seed, batch, depth):
     as_chain = accept_chain(candidates, draws, draft_lens)
     assert as_tree.accept_lens.tolist() == as_chain.accept_lens.tolist()
     assert as_tree.bonus_tokens.tolist() == as_chain.bonus_tokens.tolist()
-
-
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 4), st.integers(1, 4))
-def test_merged_branches_are_the_chains_they_were(seed, batch, branches, depth):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCAB, (batch, branches, depth), generator=generator)
-    tokens[:, :, 0] = random_tokens(generator, batch, branches)
-    probs = torch.rand(batch, branches, depth, generator=generator)
-    merged = merge_branches(tokens, probs, branches * depth)
-    for request in range(batch):
-        leaves = []
-        for column in range(1, branches * depth + 1):
-            path, at = [], column
-            while at:
-                path.insert(0, int(merged.tokens[request, at - 1]))
-                at = int(merged.shape.parents[request, at])
-            if len(path) == depth:
-                leaves.append((path, float(merged.scores[request, column - 1])))
-        expected = [(tokens[request, b].tolist(), float(probs[request, b].prod())) for b in range(branches)]
-        assert sorted(path for path, _ in leaves) == sorted(path for path, _ in expected)
-        assert sorted(s for _, s in leaves) == pytest.approx(sorted(s for _, s in expected), rel=1e-5)
 
 
 def test_docstring_examples():

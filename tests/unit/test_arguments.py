@@ -310,19 +310,21 @@ def test_number_of_branches(make_args, topk):
     assert_refused(make_args(speculative_eagle_topk=topk), f"--speculative-eagle-topk {topk}", "2 to 16")
 
 
-@pytest.mark.parametrize(
-    "draft_path, num_draft_tokens, most", [("draft", 3, 22), ("draft", 24, 22), (None, 11, 10)]
-)
-def test_number_of_nodes_that_no_tree_has(make_args, draft_path, num_draft_tokens, most):
-    arguments = {} if draft_path else {"speculative_draft_model_path": None}
+@pytest.mark.parametrize("num_draft_tokens", [3, 24])
+def test_number_of_nodes_that_no_tree_has(make_args, num_draft_tokens):
     args = make_args(
-        speculative_num_steps=3,
-        speculative_eagle_topk=3,
-        speculative_num_draft_tokens=num_draft_tokens,
-        **arguments,
+        speculative_num_steps=3, speculative_eagle_topk=3, speculative_num_draft_tokens=num_draft_tokens
     )
     assert_refused(
-        args, f"--speculative-num-draft-tokens {num_draft_tokens}", f"at least 4 and at most {most} tokens"
+        args, f"--speculative-num-draft-tokens {num_draft_tokens}", "at least 4 and at most 22 tokens"
+    )
+
+
+def test_trees_need_a_model(make_args):
+    assert_refused(
+        make_args(speculative_eagle_topk=2, speculative_draft_model_path=None),
+        "--speculative-eagle-topk 2",
+        "Leave it out",
     )
 
 
@@ -525,7 +527,6 @@ def test_chains_go_on_by_default_where_the_capacity_sets_itself(
         ({}, {}, (12, 13)),
         ({"speculative_num_steps": 6}, {}, (6, 7)),
         ({"speculative_num_draft_tokens": 7}, {}, (6, 7)),
-        ({"speculative_eagle_topk": 2}, {}, (6, 13)),
         ({}, {"CAPACITY_PER_REQUEST": "3"}, (6, 7)),
     ],
 )

@@ -30,14 +30,14 @@ def test_a_shipped_trace(name):
     """Small, of the draft that it is named after, every draft verified, and nothing in it of the machine it was made on."""
     path, recording = bench.TRACES / f"{name}.trace.gz", RECORDINGS[name]
     trace = read_trace(path)
-    assert path.stat().st_size < MOST_BYTES
+    assert path.stat().st_size < MOST_BYTES and trace.header["model"].startswith("smollm2-135m")
     assert trace.header["draft"] == name.partition("_")[0]
     assert trace.header["temperature"] == recording.temperature
     assert (trace.header["topk"], trace.header["num_steps"]) == (recording.topk, recording.num_steps)
     assert "/" not in json.dumps(trace.header)
     assert trace.is_complete.all()
     assert (trace.node_depths > 0).sum(axis=1).tolist() == [recording.num_nodes] * len(trace.steps)
-    assert len(set(trace.steps.tolist())) > 200 and trace.header["prompts"] == 160
+    assert len(set(trace.steps.tolist())) > 200 and trace.header["prompts"] == 96
     # Accepted nodes are one path from the root: as many as the deepest is deep.
     assert (trace.accepted.sum(axis=1) == (trace.accepted * trace.node_depths).max(axis=1)).all()
 

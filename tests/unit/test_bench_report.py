@@ -2,23 +2,22 @@
 
 import io
 import json
-from pathlib import Path
+from dataclasses import asdict
 
 import numpy as np
 import pytest
-from bench_samples import make_sample
+from bench_samples import make_sample, make_settings
 from rich.console import Console
 
 from tetris_sglang.bench import command, plots, report
 from tetris_sglang.bench.workloads import Load
 from tetris_sglang.trace import open_for_writing, read_trace, row_type
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 TETRIS = {"verify_steps": 10, "selected": 40, "accepted": 30, "num_steps": 5, "verified_rows": 50}
-STANDALONE = {"verify_steps": 12, "selected": 48, "accepted": 24}
+OWN = {"verify_steps": 12, "selected": 48, "accepted": 24}
 ARMS = {
     "none": {"family": "none", "k": 0, "extra": 0},
-    "standalone k=4": {"family": "standalone", "k": 4, "extra": 0},
+    "EAGLE3 k=4": {"family": "sglang", "k": 4, "extra": 0},
     "tetris k=4+2": {"family": "tetris", "k": 4, "extra": 2},
 }
 
@@ -33,7 +32,7 @@ def results():
             phase_ms = {"draft": 3.0, "select": 1.0, "verify": 4.0, "sample": 1.0, "host": 1.0}
             samples += [
                 make_sample("none", tokens_per_s=speed, **place),
-                make_sample("standalone k=4", tokens_per_s=0.9 * speed, **place, **STANDALONE),
+                make_sample("EAGLE3 k=4", tokens_per_s=0.9 * speed, **place, **OWN),
                 make_sample(
                     "tetris k=4+2",
                     tokens_per_s=(tetris_gain + 0.1 * repeat) * speed,
@@ -43,13 +42,12 @@ def results():
                 ),
             ]
     provenance = {
-        "cpu": "Some CPU", "cores": 2, "python": "3.11", "torch": "2", "sglang": "0.5.23",
+        "gpu": None, "cpu": "Some CPU", "cores": 2, "python": "3.11", "torch": "2", "sglang": "0.5.23",
         "tetris_sglang": "0.1", "commit": "abc", "command": "python bench", "date": "2026-01-01",
     }  # fmt: skip
-    settings = {"shape": "cpu-100m", "dtype": "float32", "output_len": 64, "repeats": 2, "seed": 0}
     return {
         "provenance": provenance,
-        "settings": settings,
+        "settings": asdict(make_settings(repeats=2)),
         "arms": ARMS,
         "unavailable": {},
         "samples": samples,
@@ -129,11 +127,11 @@ def verdicts_of(results):
 
 
 def test_verdicts_name_the_cells_that_fail(results):
-    success, against_standalone, against_none, identical = verdicts_of(results).values()
+    success, against_sglang, against_none, identical = verdicts_of(results).values()
     assert success.holds and success.detail == "in the one cell"  # concurrency 1 has no capacity to share
     assert (
-        not against_standalone.holds
-        and against_standalone.detail == "tetris k=4+2 at concurrency 16: 0.85 against 0.90"
+        not against_sglang.holds
+        and against_sglang.detail == "tetris k=4+2 at concurrency 16: 0.85 against 0.90"
     )
     assert not against_none.holds and against_none.detail == "tetris k=4+2 at concurrency 16: 0.85"
     assert identical.holds
@@ -145,8 +143,8 @@ def test_a_different_output_fails_the_verdict(results):
 
 
 def test_expectations_without_a_cell_are_left_out(results):
-    results["samples"] = [s for s in results["samples"] if s["arm"] != "standalone k=4"]
-    assert not any("STANDALONE" in expectation for expectation in verdicts_of(results))
+    results["samples"] = [s for s in results["samples"] if s["arm"] != "EAGLE3 k=4"]
+    assert not any("SGLang's own" in expectation for expectation in verdicts_of(results))
 
 
 # -- rendering -----------------------------------------------------------------------------------------------
@@ -182,7 +180,10 @@ def test_markdown_holds_provenance_tables_and_what_was_unavailable(results):
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| tetris k=4+2 | 1.55")}
     assert widths == {header.count("|")}
     # Not measured in these samples.
-    assert "steady" not in header and "per-user" not in header
+    assert "steady" not in header
+    assert (
+        "target `SmolLM2-135M-Instruct`, float32, sharegpt prompts, at most 32 to 160 output tokens" in text
+    )
 
 
 def test_the_steady_part_has_a_column_of_its_own(results):
@@ -209,25 +210,34 @@ def test_latencies_are_milliseconds_beside_their_ratio(results):
     )
 
 
-def test_what_older_results_lack_is_left_blank(results):
-    assert cell_of(results, "none", 1).per_user_tokens_per_s is None
-    for sample in results["samples"]:
-        sample |= {"per_user_tokens_per_s": 7.0, "prompt_tokens": 200, "cached_tokens": 50}
+def test_speed_per_user_and_what_the_cache_held(results):
     cell = cell_of(results, "none", 1)
-    assert (cell.per_user_tokens_per_s, cell.cached_share) == (7.0, 0.25)
+    assert (cell.per_user_tokens_per_s, cell.cached_share) == (75.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "described"),
+    [
+        ({}, "at most 32 to 160 output tokens, drawn per prompt"),
+        ({"lengths": "equal", "output_len": 50}, "50 output tokens"),
+        ({"dataset_name": "sharegpt"}, "at most 96 output tokens"),
+    ],
+)
+def test_a_report_says_how_long_answers_were(options, described):
+    assert report.describe_lengths(asdict(make_settings(**options))) == described
 
 
 def test_the_best_k_has_a_row_of_its_own(results):
-    results["arms"]["standalone k=2"] = {"family": "standalone", "k": 2, "extra": 0}
-    for sample in [s for s in results["samples"] if s["arm"] == "standalone k=4"]:
+    results["arms"]["EAGLE3 k=2"] = {"family": "sglang", "k": 2, "extra": 0}
+    for sample in [s for s in results["samples"] if s["arm"] == "EAGLE3 k=4"]:
         gain = 1.5 if sample["concurrency"] == 1 else 0.5
         results["samples"].append(
-            sample | {"arm": "standalone k=2", "output_tokens_per_s": gain * sample["output_tokens_per_s"]}
+            sample | {"arm": "EAGLE3 k=2", "output_tokens_per_s": gain * sample["output_tokens_per_s"]}
         )
     text = report.render_markdown(results)
     at_1, at_16 = text.split("## Temperature")[1:3]
-    assert "| best of STANDALONE: k=2 | 1.35 (1.35..1.35) |" in at_1
-    assert "| best of STANDALONE: k=4 | 0.90 (0.90..0.90) loses |" in at_16
+    assert "| best of EAGLE3: k=2 | 1.35 (1.35..1.35) |" in at_1
+    assert "| best of EAGLE3: k=4 | 0.90 (0.90..0.90) loses |" in at_16
 
 
 def test_one_k_alone_is_no_best(results):
@@ -256,23 +266,6 @@ def test_poisson_arrivals_are_cells_of_their_own(results):
         "0.5 requests/s", "concurrency 1", "4 requests/s", "concurrency 16",
     ]  # fmt: skip
     assert "## Temperature 0, 0.5 requests/s" in report.render_markdown(results)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("serving", "drafts", "heads", "heads_auto", "ngrams_auto"),
-        *(f"capacity_{name}" for name in ("16", "paired", "long", "drafts", "loads", "sampled", "unlike")),
-    ],
-)
-def test_the_shipped_results_can_be_rendered(name, tmp_path):
-    results = json.loads((RESULTS / f"{name}.json").read_text())
-    markdown, picture = command.write_reports(results, tmp_path / f"{name}.json")
-    text = markdown.read_text()
-    unmeasured = report.find_unmeasured(results)
-    assert all(f"| {arm} | " in text for arm in results["arms"].keys() - unmeasured)
-    assert all(f"- not measured: {arm} ({reason})" in text for arm, reason in unmeasured.items())
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_reports_are_rendered_from_the_json_alone(results, tmp_path):
@@ -340,12 +333,12 @@ def test_a_trace_without_steps_is_refused(tmp_path):
 def test_goals_of_the_automatic_capacity():
     """Against no speculation, the best fixed capacity and the best of the others, each cell by itself."""
     throughput = {
-        "none": (1.0, 1.0), "standalone k=3": (1.2, 1.0), "tetris k=3+1": (1.3, 0.9), "auto D=6": (1.28, 1.2),
+        "none": (1.0, 1.0), "EAGLE3 k=3": (1.2, 1.0), "tetris k=3+1": (1.3, 0.9), "auto D=6": (1.28, 1.2),
         "auto useless D=6": (0.97, 1.1),
     }  # fmt: skip
     arms = {
         "none": {"family": "none"},
-        "standalone k=3": {"family": "standalone", "k": 3},
+        "EAGLE3 k=3": {"family": "sglang", "k": 3},
         "tetris k=3+1": {"family": "tetris", "k": 3, "extra": 1},
         "auto D=6": {"family": "auto", "num_steps": 6},
         "auto useless D=6": {"family": "auto", "num_steps": 6, "draft": "useless"},
@@ -369,7 +362,7 @@ def test_goals_of_the_automatic_capacity():
     assert (in_flight.holds, in_flight.detail) == (False, "auto D=6 at concurrency 16: 1.11")
     assert verdicts[others.expectation].holds
     # Without any other arm there is nothing to say.
-    alone = [sample for sample in samples if not sample["arm"].startswith("standalone")]
+    alone = [sample for sample in samples if not sample["arm"].startswith("EAGLE3")]
     assert others.expectation not in {v.expectation for v in report.judge(report.build_cells(alone), arms)}
 
 
@@ -396,7 +389,7 @@ def test_goals_are_those_of_chains_that_go_on_where_both_were_measured():
 def test_where_every_draft_is_wrong_choosing_is_not_judged():
     """But the automatic capacity is: it must not lose by much."""
     arms = {
-        "standalone useless k=2": {"family": "standalone", "k": 2, "draft": "useless"},
+        "EAGLE3 useless k=2": {"family": "sglang", "k": 2, "draft": "useless"},
         "tetris useless k=2+1": {"family": "tetris", "k": 2, "extra": 1, "draft": "useless"},
         "auto useless D=6": {"family": "auto", "num_steps": 6, "draft": "useless"},
     }
@@ -412,9 +405,9 @@ def test_where_every_draft_is_wrong_choosing_is_not_judged():
 def test_of_many_cells_that_fail_the_worst_are_named():
     ratios = {f"tetris k={k}+1": 1.0 - 0.1 * k for k in (3, 1, 5, 2, 4)}
     arms = {name: {"family": "tetris", "k": int(name[9]), "extra": 1} for name in ratios}
-    arms |= {f"standalone k={k}": {"family": "standalone", "k": k} for k in range(1, 6)}
-    ratios |= {f"standalone k={k}": 1.0 for k in range(1, 6)}
-    verdict = judge_throughput(ratios, arms)["throughput at least STANDALONE's at equal k"]
+    arms |= {f"EAGLE3 k={k}": {"family": "sglang", "k": k} for k in range(1, 6)}
+    ratios |= {f"EAGLE3 k={k}": 1.0 for k in range(1, 6)}
+    verdict = judge_throughput(ratios, arms)["throughput at least that of SGLang's own at equal k"]
     named = "; ".join(
         f"tetris k={k}+1 at concurrency 4: {1 - 0.1 * k:.2f} against 1.00" for k in (5, 4, 3, 2)
     )

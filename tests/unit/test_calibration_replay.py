@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.drafting import INITIAL_OFFSETS
-from tetris_sglang.runtime.learning import RequestsCalibration
-from tetris_sglang.selection import AcceptanceHistory, EvidenceOffsets, select_prefixes, survival_from_probs
+from tetris_sglang.runtime.learning import EvidenceCalibration
+from tetris_sglang.selection import EvidenceOffsets, select_prefixes, survival_from_probs
 from tetris_sglang.selection.calibration import Calibration, Reliability, chain_outcomes
 
 # See scripts/record_replay.py.
@@ -53,35 +53,26 @@ def load(name: str) -> list[Request]:
     ]
 
 
-RAW, CALIBRATED, WITH_HISTORY, WITH_EVIDENCE = range(4)
+RAW, CALIBRATED, WITH_EVIDENCE = range(3)
 """Each with what those before it have."""
 
 
 class Estimator:
     """What serving estimates acceptance with, or a part of it."""
 
-    def __init__(self, kind: int, depth: int, slots: int) -> None:
-        self.kind, self.depths, self.rows = kind, torch.arange(1, depth + 1), torch.arange(slots)
-        self.calibration, self.history = Calibration(depth), AcceptanceHistory(slots)
-        self.evidence = EvidenceOffsets(INITIAL_OFFSETS)
+    def __init__(self, kind: int, depth: int) -> None:
+        self.kind, self.depths, self.calibration = kind, torch.arange(1, depth + 1), Calibration(depth)
+        self.calibrate = EvidenceCalibration(self.calibration, EvidenceOffsets(INITIAL_OFFSETS))
 
     def apply(self, probs: Tensor, evidence: Tensor) -> Tensor:
         if self.kind == RAW:
             return probs
-        offsets = self.history.offsets(self.rows)
-        return self._calibrate(
-            probs, evidence, offsets if self.kind >= WITH_HISTORY else torch.zeros_like(offsets)
-        )
+        return self.calibrate(probs, self.depths, evidence if self.kind == WITH_EVIDENCE else None)
 
     def observe(self, probs: Tensor, evidence: Tensor, reached: Tensor, accepted: Tensor) -> None:
-        calibrated = self._calibrate(probs, evidence, torch.zeros(len(self.rows)))
-        self.evidence.observe(evidence, calibrated, reached, accepted)
-        self.history.observe(self.rows, calibrated, reached, accepted)
+        if self.kind == WITH_EVIDENCE:
+            self.calibrate.evidence.observe(evidence, self.apply(probs, evidence), reached, accepted)
         self.calibration.observe(probs, self.depths, reached, accepted)
-
-    def _calibrate(self, probs: Tensor, evidence: Tensor, offsets: Tensor) -> Tensor:
-        calibrate = RequestsCalibration(self.calibration, self.evidence, offsets)
-        return calibrate(probs, self.depths, evidence if self.kind >= WITH_EVIDENCE else None)
 
 
 def replay(names: list[str], kind: int, seed: int) -> Result:
@@ -95,7 +86,7 @@ def replay(names: list[str], kind: int, seed: int) -> Result:
     running = [next(waiting[slot // share]) for slot in range(SLOTS)]
     positions = [0] * SLOTS
     depth = running[0].probs.shape[1]
-    estimators = [Estimator(kind, depth, share) for _ in names]
+    estimators = [Estimator(kind, depth) for _ in names]
     accepted_total = expected_total = steps = 0.0
     while True:
         raw, evidence = (
@@ -125,7 +116,6 @@ def replay(names: list[str], kind: int, seed: int) -> Result:
                         [estimator.calibration.reliability() for estimator in estimators],
                     )
                 running[slot], positions[slot] = request, 0
-                estimators[slot // share].history.forget(torch.tensor([slot % share]))
 
 
 @cache
@@ -157,12 +147,8 @@ def test_one_kind_of_draft_loses_nothing_and_knows_what_to_expect(name):
     # Its raw error is that of what calibrated selection has reached.
     (reliability,) = replay_orders((name,), CALIBRATED)[-1].reliability
     assert reliability.error < 0.03
-    # The n-grams' constants were fitted on texts of this target: little is left to learn there.
-    if name != "ngram":
-        assert off(CALIBRATED, name) < off(RAW, name) / 3
-        assert reliability.error < reliability.raw_error / 3
-    else:
-        assert off(CALIBRATED, name) < off(RAW, name)
+    assert off(CALIBRATED, name) < off(RAW, name) / 3
+    assert reliability.error < reliability.raw_error / 3
 
 
 def test_a_draft_that_is_unsure_in_the_wrong_places_gains():
@@ -173,22 +159,13 @@ def test_a_draft_that_is_unsure_in_the_wrong_places_gains():
 
 @pytest.mark.parametrize("other", ["ngram", "ngram_human", "overconfident"])
 def test_drafts_of_two_kinds_in_one_batch_share_capacity_better(other):
-    """The draft model is too modest about greedy acceptance, the other draft too sure: raw scores do not compare."""
-    assert min(gains(CALIBRATED, "standalone", other)) > 0.05
+    """The draft model is too modest about greedy acceptance, the others less so, or too sure: raw scores do not compare."""
+    assert min(gains(CALIBRATED, "standalone", other)) > 0.04
     assert off(CALIBRATED, "standalone", other) < off(RAW, "standalone", other) / 3
 
 
-@pytest.mark.parametrize("name", ["standalone", "overconfident", "ngram", "ngram_human"])
-def test_requests_histories_help_where_requests_differ_and_harm_nowhere(name):
-    assert off(WITH_HISTORY, name) < 0.13
-    if name.startswith("ngram"):  # their scores count the request's own text already
-        assert min(gains(WITH_HISTORY, name)) > -0.02
-    else:
-        assert min(gains(WITH_HISTORY, name)) > 0.01
-
-
 @pytest.mark.parametrize("name", ["standalone", "overconfident"])
-def test_a_precedent_in_the_text_tells_what_scores_and_histories_do_not(name):
+def test_a_precedent_in_the_text_tells_what_scores_do_not(name):
     assert min(gains(WITH_EVIDENCE, name)) > 0.03
     assert off(WITH_EVIDENCE, name) < 0.1
 

@@ -32,7 +32,10 @@ def problems(findings) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([name, "--help"] for name in ("check", "explain", "replay", "simulate", "demo", "bench"))],
+    [
+        ["--help"],
+        *([name, "--help"] for name in ("check", "explain", "replay", "simulate", "demo", "models", "bench")),
+    ],
 )
 def test_help_imports_neither_torch_nor_sglang(arguments):
     done = subprocess.run(
@@ -49,7 +52,7 @@ def test_help_imports_neither_torch_nor_sglang(arguments):
 
 def test_every_command_is_listed(run):
     output = run("--help").output
-    for command in ("check", "explain", "replay", "demo", "bench", "simulate"):
+    for command in ("check", "explain", "replay", "demo", "models", "bench", "simulate"):
         assert command in output
 
 
@@ -81,8 +84,38 @@ def test_demo_gets_its_options(run, monkeypatch):
     calls = []
     monkeypatch.setattr(tetris_sglang.demo, "demo", lambda **options: calls.append(options))
     assert run("demo").exit_code == 0
-    assert run("demo", "--shape", "cpu-50m", "--repeats", "1", "--num-steps", "4").exit_code == 0
-    assert calls == [{}, {"shape": "cpu-50m", "repeats": 1, "num_steps": 4}]
+    assert run("demo", "--repeats", "1", "--model-path", "a", "--draft-model-path", "b").exit_code == 0
+    assert calls == [{}, {"repeats": 1, "model_path": "a", "draft_model_path": "b"}]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--repeats", "0"], "--repeats 0: give 1 or more"),
+        (["--model-path", "a"], "--model-path and --draft-model-path belong together"),
+    ],
+)
+def test_demo_refuses_bad_options(run, options, message):
+    result = run("demo", *options)
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
+
+
+def test_models_says_where_everything_is_or_why_not(run, monkeypatch):
+    import tetris_sglang.fetch
+    import tetris_sglang.models
+
+    monkeypatch.setattr(tetris_sglang.models, "ensure_target", lambda: "/cache/smollm2")
+    monkeypatch.setattr(tetris_sglang.fetch, "fetch", lambda file: f"/cache/{file.name}")
+    result = run("models")
+    assert result.exit_code == 0
+    assert "SmolLM2-135M-Instruct: /cache/smollm2\nHumanEval: /cache/HumanEval.jsonl.gz\n" in result.output
+
+    def refuse():
+        raise tetris_sglang.fetch.NotFetched("no index")
+
+    monkeypatch.setattr(tetris_sglang.models, "ensure_target", refuse)
+    result = run("models")
+    assert result.exit_code == 2 and "error: no index" in result.output
 
 
 def test_demo_options_are_parameters_of_the_demo():
@@ -207,16 +240,15 @@ def test_everything_is_found_here(plugins):
 
 
 def test_a_draft_without_a_model_is_said(plugins, environment):
-    arguments = [
-        "--model-path",
-        str(PAIR / "target"),
-        "--speculative-num-steps",
-        "3",
-        "--speculative-eagle-topk",
-        "2",
-    ]
+    arguments = ["--model-path", str(PAIR / "target")]
     details = {finding.subject: finding.detail for finding in check_module._check_arguments(arguments)}
-    assert details["draft"] == "ngram, trees, 2 branches, 6 nodes"
+    assert details["draft"] == "ngram, chains"
+
+
+def test_a_draft_s_shape_is_said(plugins):
+    arguments = [*MODELS, "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"]
+    details = {finding.subject: finding.detail for finding in check_module._check_arguments(arguments)}
+    assert details["draft"] == "standalone, trees, 2 branches, 6 nodes"
 
 
 def test_models_are_optional(plugins):

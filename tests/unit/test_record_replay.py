@@ -9,11 +9,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from fit_ngram import Text
-from record_replay import SHARPEN, count_positions, draft_by_model, draft_by_ngrams
+from record_replay import (
+    LARGEST_LOGIT,
+    SHARPEN,
+    Text,
+    count_positions,
+    draft_by_model,
+    draft_by_ngrams,
+    find_precedents,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from tetris_sglang.drafting import look_up_reference
 
 DEPTH = 3
 
@@ -56,10 +61,10 @@ def test_all_positions_at_once_are_each_position_alone(draft):
             )
             drafted.append(token)
         assert accepted[position] == count_equal(drafted, text.tokens[len(known) :])
-        (branch,) = look_up_reference(known, depth=DEPTH, branches=1, max_match=8)
-        agrees = [mine == its for mine, its in zip(drafted, branch.tokens, strict=True)]
+        match_len, stood = look_up(known)
+        agrees = [mine == its for mine, its in zip(drafted, stood, strict=True)]
         for level in range(DEPTH):
-            follows = branch.match_lens[0] > 0 and all(agrees[:level])
+            follows = match_len > 0 and all(agrees[:level])
             # An odd kind agrees, an even one contradicts.
             assert (evidence[position, level] > 0) == follows
             assert not follows or (evidence[position, level] % 2 == 1) == agrees[level]
@@ -71,9 +76,16 @@ def test_ngrams_draft_from_what_was_known_then():
     ((logits, accepted),) = draft_by_ngrams([text, Text("code", [1, 2, 3], 2)], DEPTH)
     for position in range(len(accepted)):
         known = text.tokens[: text.prompt_len + 1 + position]
-        (branch,) = look_up_reference(known, depth=DEPTH, branches=1, max_match=8)
-        assert accepted[position] == count_equal(branch.tokens, text.tokens[len(known) :])
+        match_len, stood = look_up(known)
+        assert accepted[position] == count_equal(stood, text.tokens[len(known) :])
+        assert (logits[position] > -LARGEST_LOGIT).tolist() == [match_len > 0] * DEPTH
     assert logits.shape == (len(accepted), DEPTH)
+
+
+def look_up(known: list[int]) -> tuple[int, list[int]]:
+    """Of a text that is known so far: tokens that the precedent shares with its end, and what followed there."""
+    found = find_precedents(Text("code", known + [0] * DEPTH, len(known) - 1), DEPTH)
+    return int(found.match_lens), found.tokens[0].tolist()
 
 
 def count_equal(drafted: list[int], ahead: list[int]) -> int:

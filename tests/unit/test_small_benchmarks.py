@@ -11,7 +11,6 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = {
     "selection": {"BATCHES": [4], "DEPTHS": [2]},
-    "ngram": {"BATCHES": [4], "CONTEXTS": [64]},
     "calibration": {"BATCHES": [4]},
     "precedent": {"BATCHES": [4]},
     "planning": {"BATCHES": [4]},

@@ -9,16 +9,16 @@ import torch
 
 from tetris_sglang.drafting import FIRST_COPIED, INITIAL_OFFSETS, Grid, Proposal
 from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.runtime.learning import INITIAL_KINDS, AcceptanceLearner
-from tetris_sglang.runtime.texts import WINDOW, RequestTexts
-from tetris_sglang.selection import AcceptanceHistory, Calibration, EvidenceOffsets
+from tetris_sglang.runtime.learning import AcceptanceLearner
+from tetris_sglang.runtime.texts import RequestTexts
+from tetris_sglang.selection import Calibration, EvidenceOffsets
 
 SLOTS, COLUMNS, WIDTH = 6, 40, 4
 
 
 def make_texts(columns: int = COLUMNS) -> RequestTexts:
     pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, columns, dtype=torch.int32))
-    return RequestTexts(pool, vocab_size=99, most_emitted=WIDTH)
+    return RequestTexts(pool, vocab_size=99, most_emitted=WIDTH, are_shared=True)
 
 
 def make_batch(slots: list[int], texts: dict[int, list[int]]):
@@ -62,15 +62,6 @@ def test_texts_follow_prompts_steps_and_new_requests_in_old_slots():
                 known[slot] += row[:count]
         for slot, text in known.items():
             assert texts.tokens[slot, : len(text)].tolist() == text
-
-
-def test_the_searched_window_is_wide_enough_and_no_wider_than_allowed():
-    texts = make_texts(columns=5000)
-    assert texts.window(None) == WINDOW
-    for longest in (1, 2, 3, 30, 31, 32, 1000, 2046, 2047, 4000):
-        window = texts.window(torch.tensor([1, longest]))
-        assert window >= min(longest + 1, WINDOW) and window <= max(4, min(4 * longest, WINDOW))
-    assert make_texts().window(None) == COLUMNS + WIDTH
 
 
 def test_a_precedent_is_found_in_the_slot_s_own_text():
@@ -133,41 +124,16 @@ def test_a_copied_token_teaches_its_kind_and_no_score():
     """The draft gave it none: it must not move what scores are worth."""
     depth = 2
     calibration = Calibration(depth, refresh_every=1)
-    learner = AcceptanceLearner(calibration, EvidenceOffsets(INITIAL_KINDS), AcceptanceHistory(3))
+    learner = AcceptanceLearner(calibration, EvidenceOffsets(INITIAL_OFFSETS))
     kinds = torch.tensor([[1, FIRST_COPIED], [0, FIRST_COPIED + 1]])
     probs = torch.full((2, depth), 0.5)
     proposal = Proposal(torch.tensor([[1, 2], [3, 4]]), probs, None, probs, kinds)
     accepted = make_accepted([2, 1], width=3)
     grid = Grid(torch.zeros(2, 3, dtype=torch.int64), depth)
     for _ in range(8):
-        learner.add(proposal, grid, accepted, torch.tensor([3, 3]), torch.tensor([0, 1]))
+        learner.add(proposal, grid, accepted, torch.tensor([3, 3]))
     offsets = learner.evidence.summarise()
     assert offsets[FIRST_COPIED] > INITIAL_OFFSETS[FIRST_COPIED]  # accepted
     assert offsets[FIRST_COPIED + 1] < INITIAL_OFFSETS[FIRST_COPIED + 1]  # rejected
     counts = {cell.depth: cell.count for cell in calibration.reliability().bins}
     assert set(counts) == {1}  # both tokens of the second level were copied
-
-
-def test_what_texts_say_of_drawn_tokens_is_learnt_apart():
-    """The same evidence, always right for the greedy request, never for the sampled one."""
-    learner = AcceptanceLearner(Calibration(1), EvidenceOffsets(INITIAL_KINDS), AcceptanceHistory(3))
-    rows = torch.tensor([2, 0])
-    learner.add_prefilled(rows, torch.tensor([False, True]))
-    probs, kinds = torch.full((2, 1), 0.5), torch.full((2, 1), FIRST_COPIED + 3)
-    proposal = Proposal(torch.tensor([[1], [3]]), probs, None, probs, kinds)
-    accepted = make_accepted([1, 0], width=2)
-    depths, rival = torch.tensor([1]), (kinds, torch.full_like(kinds, 2))
-    before = learner.calibrate(rows).find_rival(depths, *rival).flatten()
-    for _ in range(8):
-        learner.add(
-            proposal, Grid(torch.zeros(2, 2, dtype=torch.int64), 1), accepted, torch.tensor([2, 2]), rows
-        )
-    greedy, sampled = learner.calibrate(rows)(probs, depths, kinds).flatten()
-    assert greedy > 0.8 and sampled < 0.2
-    # So the text's token takes the draft's place more often for the one, and less often for the other.
-    after = learner.calibrate(rows).find_rival(depths, *rival).flatten()
-    assert after[0] > before[0] and after[1] < before[1]
-    # Not by the request's own history alone: two new ones in their slots.
-    learner.add_prefilled(rows, torch.tensor([True, False]))
-    sampled, greedy = learner.calibrate(rows)(probs, depths, kinds).flatten()
-    assert greedy > 0.5 and sampled < 0.25

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 REFERENCE = "none"
-FAMILIES = (REFERENCE, "standalone", "adaptive", "full", "tetris", "uniform", "random", "auto")
-"""standalone: SGLang's own speculation with the arm's draft, whatever that is."""
-HEADS = ("eagle", "eagle3")
-DRAFTS = ("standalone", *HEADS, "ngram", "perfect", "useless")
-"""perfect: the target before it was inflated. useless: the standalone draft as sure as ever, its tokens mixed up."""
+FAMILIES = (REFERENCE, "sglang", "adaptive", "full", "tetris", "uniform", "random", "auto")
+"""sglang: SGLang's own speculation with the arm's draft."""
+HEADS = ("eagle3", "eagle")
+DRAFTS = (*HEADS, "ngram", "standalone", "useless")
+"""useless: the eagle3 head as sure as ever, its tokens mixed up."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Arm:
     capacity_tokens: instead of k, drafts verified per step over the whole batch, of num_steps drafted per request.
     draft: what drafts, one of DRAFTS. topk: branches of a draft tree, which is num_steps deep; 1: chains.
     continued: of auto: tokens with which chains go on from the text, behind the num_steps that the model drafts.
-    fairness: of auto; None: the server's default.
+    variant: of auto: one TETRIS setting that differs from its default, NAME=VALUE without --speculative-tetris-.
     """
 
     family: str
@@ -29,28 +29,25 @@ class Arm:
     extra: int = 0
     capacity_tokens: int = 0
     num_steps: int = 0
-    draft: str = "standalone"
+    draft: str = DRAFTS[0]
     topk: int = 1
     continued: int = 0
-    fairness: float | None = None
+    variant: str = ""
 
     @property
     def name(self) -> str:
         if self.family == REFERENCE:
             return REFERENCE
-        if self.draft == "standalone":
-            name = self.family
-        elif self.family == "standalone" and self.algorithm != "STANDALONE":
-            name = self.algorithm
-        else:
-            name = f"{self.family} {self.draft}"
+        name = f"{self.family} {self.draft}"
+        if self.family == "sglang":
+            name = self.algorithm + (" useless" if self.draft == "useless" else "")
         if self.topk > 1:
             name += f" topk={self.topk}"
         if self.family == "adaptive":
             return name
         if self.family == "auto":
             name += f" D={self.num_steps}" + (f"+{self.continued}" if self.continued else "")
-            return name + ("" if self.fairness is None else f" fairness={self.fairness:g}")
+            return f"{name} {self.variant}".strip()
         if self.family == "full":
             return f"{name} D={self.k}"
         if self.capacity_tokens:
@@ -60,7 +57,7 @@ class Arm:
     @property
     def algorithm(self) -> str:
         """SGLang's own with this draft."""
-        return "STANDALONE" if self.draft in ("perfect", "useless") else self.draft.upper()
+        return "EAGLE3" if self.draft == "useless" else self.draft.upper()
 
     def flags(self, draft: str | None, phase_times: bool) -> list[str]:
         """Server flags beyond the model's.
@@ -78,7 +75,7 @@ class Arm:
         if self.topk > 1 and self.family != "auto":
             num_draft_tokens = self.k + self.extra + 1
             drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
-        if self.family == "standalone":
+        if self.family == "sglang":
             chain = ("--speculative-num-draft-tokens", str(self.k + 1)) if self.topk == 1 else ()
             branches = ("--speculative-eagle-topk", str(self.topk)) if self.draft != "ngram" else ()
             return ["--speculative-algorithm", self.algorithm, *drafting, *branches, *chain]
@@ -88,8 +85,9 @@ class Arm:
             if self.topk == 1 and draft:
                 num_draft_tokens = self.num_steps + self.continued + 1
                 drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
-            if self.fairness is not None:
-                drafting += ["--speculative-tetris-fairness", f"{self.fairness:g}"]
+            if self.variant:
+                setting, _, value = self.variant.partition("=")
+                drafting += [f"--speculative-tetris-{setting}", value]
             return ["--speculative-algorithm", "TETRIS", *drafting]
         return [
             *("--speculative-algorithm", "TETRIS", *drafting),

@@ -18,24 +18,22 @@ from rich.console import Console
 from tetris_sglang.bench.arms import DRAFTS, FAMILIES, REFERENCE
 from tetris_sglang.bench.settings import (
     ARRIVALS,
+    DTYPE,
     FULL,
-    PAIR_DTYPE,
-    PAIR_SHAPE,
     QUICK,
     REQUEST_RATES,
     Settings,
     build_settings,
 )
-from tetris_sglang.bench.workloads import SHARED_PREFIX, WAVES, WORKLOADS
+from tetris_sglang.bench.workloads import LENGTHS, MOST_CHARS, WAVES, WORKLOADS, find_workload
 from tetris_sglang.config import find_settings
-from tetris_sglang.pair import PAIR
+from tetris_sglang.fetch import NotFetched
 
 if TYPE_CHECKING:
     from tetris_sglang.bench.results import Results
-    from tetris_sglang.bench.workloads import Workload
 
 RESULTS = Path("bench.json")
-_NO_SETTINGS = ("full", "pair", "out", "resume", "report_only", "step_picture", "draft")
+_NO_SETTINGS = ("full", "out", "resume", "report_only", "step_picture", "draft")
 
 
 def _quick_and_full(name: str) -> str:
@@ -84,34 +82,35 @@ def bench(
     drafts: Annotated[
         str | None,
         typer.Option(
-            help=f"What drafts, of {', '.join(DRAFTS)}.", show_default="standalone, or those of --draft"
+            help=f"What drafts, of {', '.join(DRAFTS)}.", show_default=f"{DRAFTS[0]}, or those of --draft"
         ),
     ] = None,
     topk: Annotated[
-        str, typer.Option(help="Branches of draft trees, --num-steps deep, of k + extra nodes; 1: chains.")
+        str,
+        typer.Option(
+            help="Branches of draft trees, --num-steps deep, of k + extra nodes; 1: chains. N-grams have chains alone."
+        ),
     ] = "1",
     continued: Annotated[
         str | None,
         typer.Option(
-            help="Tokens by which auto's chains go on from recent texts, behind the model's; 0: not at all.",
+            help="Tokens by which auto's chains go on from the text, behind the model's; 0: not at all.",
             show_default="as --num-steps, which is the server's",
         ),
     ] = None,
-    fairness: Annotated[
+    variants: Annotated[
         str | None,
         typer.Option(
-            help="--speculative-tetris-fairness of auto, e.g. 0,1,2.", show_default="the server's default"
+            help="More auto arms, each with one other --speculative-tetris setting, e.g. fairness=0,shared-texts=on."
         ),
     ] = None,
-    workload: Annotated[str, typer.Option(help=f"The shipped prompts: {', '.join(WORKLOADS)}.")] = WORKLOADS[
-        0
-    ],
+    workload: Annotated[
+        str, typer.Option(help=f"Prompts, of at most {MOST_CHARS} characters: {', '.join(WORKLOADS)}.")
+    ] = WORKLOADS[0],
     dataset: Annotated[
         str, typer.Option(help="Instead of --workload: a file of prompts that sglang.bench_serving reads.")
     ] = "",
-    dataset_name: Annotated[
-        str, typer.Option(help="The format of --dataset: custom, sharegpt, openai, ...")
-    ] = "",
+    dataset_name: Annotated[str, typer.Option(help="The format of --dataset, e.g. sharegpt or openai.")] = "",
     load_flags: Annotated[
         str, typer.Option(help="More arguments for sglang.bench_serving, as one argument.")
     ] = "",
@@ -119,15 +118,30 @@ def bench(
         str, typer.Option(help=f"{' or '.join(ARRIVALS)}: so many at a time, or at random times.")
     ] = ARRIVALS[0],
     concurrency: Annotated[
-        str, typer.Option(help="Requests in flight; the largest is how many a server runs at once.")
-    ] = "1,4,16",
+        str | None,
+        typer.Option(
+            help="Requests in flight; the largest is how many a server runs at once.",
+            show_default=_quick_and_full("concurrency"),
+        ),
+    ] = None,
     request_rate: Annotated[
         str | None, typer.Option(help="Poisson arrivals per second.", show_default=REQUEST_RATES)
     ] = None,
     temperature: Annotated[
         str | None, typer.Option(help="0 is greedy.", show_default=_quick_and_full("temperature"))
     ] = None,
-    output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
+    output_len: Annotated[
+        int, typer.Option(help="Tokens per answer: the mean of those drawn, the most of a --dataset's.")
+    ] = 96,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help=f"{LENGTHS[0]}: each prompt has a length of its own, from a third to five thirds of --output-len, and an "
+            f"answer ends where the model ends it. {LENGTHS[1]}: all have --output-len, past an answer's end; a control. "
+            f"It flatters arm '{REFERENCE}': there requests of one length start, prefill and end together, with "
+            "speculation they end one by one, and every prefill stops the others."
+        ),
+    ] = LENGTHS[0],
     prompts: Annotated[
         int | None,
         typer.Option(
@@ -141,30 +155,19 @@ def bench(
         ),
     ] = WAVES,
     repeats: Annotated[int, typer.Option(help="Rounds per cell.")] = 3,
-    model_path: Annotated[str, typer.Option(help="Your own target instead of the shipped pair.")] = "",
+    model_path: Annotated[str, typer.Option(help="Your own target instead of SmolLM2-135M-Instruct.")] = "",
     draft: Annotated[
         list[str] | None, typer.Option(metavar="DRAFT=PATH", help="The model of one of --drafts; repeatable.")
     ] = None,
-    pair: Annotated[
-        Path,
-        typer.Option(help="Folder with target/, draft/ and prompts.jsonl.", show_default="the shipped one"),
-    ] = PAIR,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help="What the pair's target is inflated to: scripts/inflate_model.py.", show_default=PAIR_SHAPE
-        ),
-    ] = None,
-    draft_shape: Annotated[str, typer.Option(help="Inflate the pair's standalone draft, too.")] = "",
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of all models.", show_default=f"{PAIR_DTYPE}; auto with --model-path"),
+        typer.Option(help="Of all models.", show_default=f"{DTYPE}; auto with --model-path"),
     ] = None,
     server_flags: Annotated[str, typer.Option(help="More flags for every server, as one argument.")] = "",
     live_servers: Annotated[
         int,
         typer.Option(
-            help="Servers up at once, 4 GiB each with the shipped pair. 1: one after the other, for a GPU that holds "
+            help="Servers up at once, 4 GiB each with the default models. 1: one after the other, for a GPU that holds "
             "one; then a drift of the machine's speed shows as a difference between arms."
         ),
     ] = 4,
@@ -185,7 +188,7 @@ def bench(
     step_picture: Annotated[
         bool, typer.Option("--step-picture", help="Afterwards, record and draw some steps of a TETRIS arm.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of prompt order and sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of prompt order, lengths and sampling.")] = 0,
     out: Annotated[Path, typer.Option(help="JSON; Markdown and pictures go beside it.")] = RESULTS,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the complete rounds of an earlier, interrupted run.")
@@ -196,8 +199,8 @@ def bench(
 ) -> None:
     """Compare TETRIS with no speculation, SGLang's own speculation and other selection rules on real servers.
 
-    Starts a fresh server per arm and drives it with sglang.bench_serving. On the shipped models by default; with
-    --model-path and --draft on yours.
+    Starts a fresh server per arm and drives it with sglang.bench_serving: SmolLM2-135M-Instruct and its EAGLE-3 head,
+    asked what users asked. With --model-path, --draft and --dataset: your models, your prompts.
     """
     options = {name: value for name, value in locals().items() if name not in _NO_SETTINGS}
     options["draft_paths"] = draft or ()
@@ -221,8 +224,8 @@ def bench(
                 raise ValueError(
                     f"{', '.join(variables)}: settings in the environment would change every TETRIS arm. Unset them"
                 )
-            results = _compare(settings, pair, out, resume, step_picture, console)
-    except (ValueError, FileNotFoundError, RunFailed) as error:
+            results = _compare(settings, out, resume, step_picture, console)
+    except (ValueError, FileNotFoundError, NotFetched, RunFailed) as error:
         console.print("[red]error:[/]", end=" ")
         console.print(str(error), highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
@@ -234,9 +237,7 @@ def bench(
         console.print(str(path), highlight=False, soft_wrap=True)
 
 
-def _compare(
-    settings: Settings, pair: Path, out: Path, resume: bool, step_picture: bool, console: Console
-) -> Results:
+def _compare(settings: Settings, out: Path, resume: bool, step_picture: bool, console: Console) -> Results:
     from tetris_sglang.bench.arms import group_arms
     from tetris_sglang.bench.measuring import bench_serving_arguments
     from tetris_sglang.bench.models import find_models
@@ -249,14 +250,16 @@ def _compare(
 
     arms = settings.build_arms()
     groups = group_arms(arms, settings.live_servers)
-    workload = find_workload(settings, pair)
+    workload = find_workload(settings)
     file = ResultsFile(out, settings, arms, resume=resume)
     with _terminated_as_interrupt(), tempfile.TemporaryDirectory(prefix="tetris-bench-") as name:
         folder = Path(name)
         needed = {arm.draft for arm in arms if arm.family != REFERENCE}
-        models = find_models(settings, pair, needed, folder)
+        models = find_models(settings, needed, folder)
+        temperature = settings.temperature[0]
+        dataset = workload.arguments(1, 0, temperature, folder)
         load = bench_serving_arguments(
-            "URL", ["--dataset-name", "..."], settings, settings.loads[0], 0.0, 0, Path("FILE")
+            "URL", dataset, settings, settings.loads[0], temperature, 0, Path("FILE")
         )
         for line in (
             f"load: python -m sglang.bench_serving {shlex.join(load)}",
@@ -279,20 +282,6 @@ def _compare(
                 console.print("[red]no step picture:[/]", end=" ")
                 console.print(str(error), highlight=False, markup=False, soft_wrap=True)
     return file.results
-
-
-def find_workload(settings: Settings, pair: Path) -> Workload:
-    from tetris_sglang.bench.workloads import KINDS, UNLIKE, UNLIKE_TEMPERATURES, Dataset, ShippedPrompts
-    from tetris_sglang.pair import read_prompts
-
-    if settings.dataset_name:
-        return Dataset(settings.dataset_name, settings.dataset)
-    kinds = {settings.workload} if settings.workload in KINDS else None
-    return ShippedPrompts(
-        read_prompts(pair, kinds),
-        shares_prefixes=settings.workload == SHARED_PREFIX,
-        in_turn=UNLIKE_TEMPERATURES if settings.workload == UNLIKE else (),
-    )
 
 
 def write_reports(results: Results, json_path: Path) -> list[Path]:

@@ -26,7 +26,7 @@ from typing import Any
 from tetris_sglang.bench.results import Sample, hash_output
 from tetris_sglang.bench.servers import LiveServer, RunFailed
 from tetris_sglang.bench.settings import Settings
-from tetris_sglang.bench.workloads import WARM_UP_PROMPTS, Load, Workload
+from tetris_sglang.bench.workloads import EQUAL, WARM_UP_PROMPTS, Load, Workload
 from tetris_sglang.load import count_drafts, flush_cache, generate, read_step_counts
 
 # Importing bench_serving takes longer than a run, so load generators are forked from a process that has.
@@ -42,11 +42,11 @@ def bench_serving_arguments(
     repeat: int,
     output_file: Path,
 ) -> list[str]:
-    """The arguments of `python -m sglang.bench_serving`; its seed shuffles every arm's prompts alike."""
+    """The arguments of `python -m sglang.bench_serving`; its seed chooses every arm's prompts alike."""
     return [
         *("--backend", "sglang", "--base-url", url, *dataset, "--seed", str(settings.seed + repeat)),
+        *(() if settings.lengths == EQUAL else ("--disable-ignore-eos",)),
         *("--num-prompts", str(load.num_prompts(settings.min_prompts, settings.waves)), *load.arguments()),
-        *("--sharegpt-output-len", str(settings.output_len), "--random-output-len", str(settings.output_len)),
         *("--temperature", str(temperature), *shlex.split(settings.load_flags)),
         *("--warmup-requests", "0", "--disable-tqdm", "--output-details", "--output-file", str(output_file)),
     ]
@@ -170,7 +170,7 @@ class Run:
         self._generator = LoadGenerator(
             bench_serving_arguments(
                 server.process.url,
-                workload.arguments(num_prompts, repeat, folder),
+                workload.arguments(num_prompts, repeat, temperature, folder),
                 settings,
                 load,
                 temperature,
@@ -304,9 +304,12 @@ def take_turns(
 
 
 def measure_per_user(result: dict[str, Any]) -> float:
-    """Tokens per second as one user sees them: a request's output over its whole latency, the median request's."""
+    """Tokens per second as one user sees them: a request's output over its whole latency, the median request's.
+
+    An answer without text was never seen to come.
+    """
     requests = zip(result["output_lens"], result["ttfts"], result["itls"], strict=True)
-    return median(tokens / (ttft + sum(itl)) for tokens, ttft, itl in requests)
+    return median(tokens / (ttft + sum(itl)) for tokens, ttft, itl in requests if ttft)
 
 
 def measure_steady(result: dict[str, Any], concurrency: int | None) -> float | None:

@@ -26,7 +26,7 @@ from tetris_sglang.bench.results import Results
 from tetris_sglang.trace import Trace
 
 _STYLES = {
-    "standalone": ("tab:orange", "s", "--"),
+    "sglang": ("tab:orange", "s", "--"),
     "adaptive": ("tab:brown", "P", "--"),
     "full": ("tab:gray", "v", "--"),
     "tetris": ("tab:blue", "o", "-"),
@@ -100,8 +100,7 @@ def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
             series.setdefault(key, []).append((cell.verified_per_step - 1, cell.success_rate))
     for (family, extra, capacity, draft, topk), points in series.items():
         colour, marker, line = _STYLES[family]
-        parts = ["SGLang's own" if family == "standalone" and draft != "standalone" else family]
-        parts += [draft] if draft != "standalone" else []
+        parts = ["SGLang's own" if family == "sglang" else family, draft]
         parts += [f"topk {topk}"] if topk > 1 else []
         parts += [f"{extra} extra drafts"] if extra else []
         parts += ["C over the batch"] if capacity else []

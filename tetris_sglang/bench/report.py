@@ -18,7 +18,7 @@ from rich.text import Text
 
 from tetris_sglang.bench.arms import REFERENCE, Arm
 from tetris_sglang.bench.results import Results, Sample, round_key
-from tetris_sglang.bench.workloads import Load
+from tetris_sglang.bench.workloads import EQUAL, Load, find_length_range
 from tetris_sglang.load import DraftCounts
 
 PHASES = ("draft", "select", "verify", "sample", "host")
@@ -65,7 +65,7 @@ class Cell(NamedTuple):
     steady: Ratio | None
     """Throughput while all of the load's requests were in flight."""
     tokens_per_s: float
-    per_user_tokens_per_s: float | None
+    per_user_tokens_per_s: float
     latencies: dict[str, Latency]
     """By LATENCIES."""
     accept_length: float | None
@@ -115,7 +115,7 @@ def _build_cell(samples: Sequence[Sample], arm: str, temperature: float, load: L
     mine = [s for s in samples if s["arm"] == arm]
 
     def total(name: str) -> float:
-        return sum(s.get(name, 0) for s in mine)
+        return sum(s[name] for s in mine)
 
     def latency(name: str) -> Latency:
         ratios = pair_ratios(samples, arm, lambda s: s[f"{name}_ms"])
@@ -123,10 +123,9 @@ def _build_cell(samples: Sequence[Sample], arm: str, temperature: float, load: L
 
     drafts = DraftCounts(*map(total, ("verify_steps", "selected", "accepted")))
     batch_steps, prompt_tokens = total("num_steps"), total("prompt_tokens")
-    # Results from before these were measured lack them.
-    steady = [s for s in samples if s.get("steady_tokens_per_s")]
+    # Arrivals at random times have no steady part.
+    steady = [s for s in samples if s["steady_tokens_per_s"]]
     steady_ratios = pair_ratios(steady, arm, lambda s: s["steady_tokens_per_s"])
-    per_user = [s["per_user_tokens_per_s"] for s in mine if "per_user_tokens_per_s" in s]
     timed = [s["phase_ms"] for s in mine if s["phase_ms"]]
     return Cell(
         arm,
@@ -135,7 +134,7 @@ def _build_cell(samples: Sequence[Sample], arm: str, temperature: float, load: L
         summarise_ratios(pair_ratios(samples, arm, lambda s: s["output_tokens_per_s"])),
         summarise_ratios(steady_ratios) if steady_ratios else None,
         tokens_per_s=median(s["output_tokens_per_s"] for s in mine),
-        per_user_tokens_per_s=median(per_user) if per_user else None,
+        per_user_tokens_per_s=median(s["per_user_tokens_per_s"] for s in mine),
         latencies={name: latency(name) for name in LATENCIES},
         accept_length=drafts.accept_length,
         success_rate=drafts.success_rate,
@@ -221,7 +220,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         arm = arms[cell.arm]
         return cell.temperature, cell.load, arm.draft, arm.topk
 
-    standalone = {(place_of(c), arms[c.arm].k): c for c in of_family("standalone")}
+    own = {(place_of(c), arms[c.arm].k): c for c in of_family("sglang")}
     full = {(place_of(c), arms[c.arm].k): c for c in of_family("full")}
     fixed = of_family("tetris")
     # Where every draft is wrong there is nothing to choose.
@@ -229,7 +228,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
     at_equal_k, of_equal_drafts = [], []
     for cell in tetris:
         arm = arms[cell.arm]
-        if other := standalone.get((place_of(cell), arm.k)):
+        if other := own.get((place_of(cell), arm.k)):
             at_equal_k.append((cell, other))
         drafted = arm.num_steps if arm.capacity_tokens else arm.k + arm.extra
         if other := full.get((place_of(cell), drafted)):
@@ -253,19 +252,17 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
             compared.append(Check(cell, round(reached, 2) >= share, reached, f"{reached:.2f}"))
         return compared
 
-    others = [family for family in ("standalone", "adaptive") if of_family(family)]
+    others = [family for family in ("sglang", "adaptive") if of_family(family)]
     every_auto = of_family("auto")
     # The default's chains go on from the text; where both were measured, those that do not are an ablation.
     going_on = {place_of(c) for c in every_auto if arms[c.arm].continued}
     auto = [c for c in every_auto if place_of(c) not in going_on or arms[c.arm].continued]
-    loaded = [
-        c for c in auto if (c.load.concurrency or 0) >= 16 and arms[c.arm].draft not in ("perfect", "useless")
-    ]
+    loaded = [c for c in auto if (c.load.concurrency or 0) >= 16 and arms[c.arm].draft != "useless"]
     verdicts = [
         _verdict("automatic capacity at least 0.98 of no speculation", compare_auto(0.98, (), auto)),
         _verdict(
             "automatic capacity at least 0.98 of the best fixed one, and of no speculation",
-            compare_auto(0.98, ("tetris", "standalone"), auto) if fixed or standalone else [],
+            compare_auto(0.98, ("tetris", "sglang"), auto) if fixed or own else [],
         ),
         _verdict(
             "automatic capacity at least 1.15 of the best arm without TETRIS, from 16 requests on",
@@ -276,7 +273,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
             compare_auto(1.15, others, loaded, measure="steady") if others else [],
         ),
         _verdict(
-            "verification success rate above STANDALONE's at equal k, where requests share a capacity",
+            "verification success rate above that of SGLang's own at equal k, where requests share a capacity",
             [
                 Check(
                     t,
@@ -289,7 +286,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
                 if t.load.concurrency != 1 and None not in (t.success_rate, s.success_rate)
             ],
         ),
-        _verdict("throughput at least STANDALONE's at equal k", _compare_throughput(at_equal_k)),
+        _verdict("throughput at least that of SGLang's own at equal k", _compare_throughput(at_equal_k)),
         _verdict(
             "throughput at least that of the same drafts verified in full",
             _compare_throughput(of_equal_drafts),
@@ -319,7 +316,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
 
 
 def read_arm(described: dict[str, Any]) -> Arm:
-    """As in the JSON; arms from before there were other drafts lack what is then the default."""
+    """As in the JSON."""
     return Arm(**described)
 
 
@@ -383,8 +380,8 @@ def _row(cell: Cell) -> list[str]:
         cell.arm,
         "1" if cell.arm == REFERENCE else throughput,
         "" if cell.steady is None else "1" if cell.arm == REFERENCE else str(cell.steady),
-        number(cell.tokens_per_s, ".1f"),
-        number(cell.per_user_tokens_per_s, ".1f"),
+        f"{cell.tokens_per_s:.1f}",
+        f"{cell.per_user_tokens_per_s:.1f}",
         number(cell.accept_length, ".2f"),
         number(cell.success_rate, ".3f"),
         number(cell.verified_per_step, ".2f"),
@@ -399,9 +396,8 @@ def add_best(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Cell]:
     candidates: dict[str, list[Cell]] = {}
     for cell in cells:
         arm = read_arm(arms[cell.arm])
-        if arm.family == "standalone":
-            title = cell.arm.rpartition(" k=")[0].replace("standalone", "STANDALONE")
-            candidates.setdefault(title, []).append(cell)
+        if arm.family == "sglang":
+            candidates.setdefault(cell.arm.rpartition(" k=")[0], []).append(cell)
     best = [
         (title, max(rivals, key=lambda c: c.throughput.median))
         for title, rivals in candidates.items()
@@ -488,7 +484,7 @@ def render_markdown(results: Results) -> str:
             f"{describe_machine(provenance)}; SGLang {provenance['sglang']}, torch "
             f"{provenance['torch']}, tetris-sglang {provenance['tetris_sglang']} at {provenance['commit']}; "
             f"{provenance['date']}; {describe_target(settings)}, {settings['dtype']}, "
-            f"{describe_workload(settings)}, {settings['output_len']} output tokens, "
+            f"{describe_workload(settings)}, {describe_lengths(settings)}, "
             f"{describe_repeats(settings)}, seed {settings['seed']}."
         ),
         "",
@@ -529,25 +525,33 @@ def find_unmeasured(results: dict[str, Any]) -> dict[str, str]:
 
 
 def describe_machine(provenance: dict[str, Any]) -> str:
-    parts = provenance.get("gpu"), provenance["cpu"], f"{provenance['cores']} cores"
+    parts = provenance["gpu"], provenance["cpu"], f"{provenance['cores']} cores"
     return ", ".join(part for part in parts if part)
 
 
 def describe_target(settings: dict[str, Any]) -> str:
-    if path := settings.get("model_path"):
-        return f"target `{path}`"
-    return f"target shape `{settings['shape']}`"
+    return f"target `{settings['model_path'] or 'SmolLM2-135M-Instruct'}`"
 
 
 def describe_workload(settings: dict[str, Any]) -> str:
-    prompts = settings.get("dataset_name") or settings.get("workload", "mixed")
-    return f"{prompts} prompts" + (", Poisson arrivals" if settings.get("request_rate") else "")
+    prompts = settings["dataset_name"] or settings["workload"]
+    return f"{prompts} prompts" + (", Poisson arrivals" if settings["request_rate"] else "")
+
+
+def describe_lengths(settings: dict[str, Any]) -> str:
+    length = settings["output_len"]
+    if settings["lengths"] == EQUAL:
+        return f"{length} output tokens"
+    if settings["dataset_name"]:
+        return f"at most {length} output tokens"
+    low, high = find_length_range(length)
+    return f"at most {low} to {high} output tokens, drawn per prompt"
 
 
 def describe_repeats(settings: dict[str, Any]) -> str:
     repeats = f"{settings['repeats']} repeat" + ("s" if settings["repeats"] > 1 else "")
-    if settings.get("live_servers") == 1:
+    if settings["live_servers"] == 1:
         return f"{repeats}, one arm after the other"
-    if turn := settings.get("turn_seconds"):
+    if turn := settings["turn_seconds"]:
         return f"{repeats}, arms interleaved in turns of {turn:g} s"
     return f"{repeats}, arms interleaved"

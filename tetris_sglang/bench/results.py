@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from tetris_sglang.bench.arms import Arm
 from tetris_sglang.bench.settings import Settings
 from tetris_sglang.bench.workloads import Load
-from tetris_sglang.pair import REPOSITORY
+from tetris_sglang.models import REPOSITORY
 
 Sample = dict[str, Any]
 Results = dict[str, Any]
@@ -54,13 +54,10 @@ class ResultsFile:
             self._take_over(json.loads(path.read_text()))
 
     def _take_over(self, earlier: Results) -> None:
-        defaults = {
-            field.name: field.default for field in fields(Settings) if field.name not in earlier["settings"]
-        }
-        before = _as_json(defaults) | earlier["settings"]
-        changed = [name for name, value in self.results["settings"].items() if before[name] != value]
+        before = earlier["settings"]
+        changed = [name for name, value in self.results["settings"].items() if before.get(name) != value]
         if changed:
-            details = ", ".join(f"{name}={before[name]!r}" for name in changed)
+            details = ", ".join(f"{name}={before.get(name)!r}" for name in changed)
             raise ValueError(
                 f"--resume: {self.path} was measured with {details}. Give the same options, or another --out."
             )
@@ -157,7 +154,7 @@ def describe_commit(repository: Path = REPOSITORY) -> str:
         commit = subprocess.run(
             [*git, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True
         )
-        watched = ["tetris_sglang", "tests/pair", "benchmarks/*.py", "scripts/inflate_model.py"]
+        watched = ["tetris_sglang", "benchmarks/*.py", "benchmarks/*.jsonl", "benchmarks/smollm2-135m-eagle3"]
         changes = subprocess.run(
             [*git, "status", "--porcelain", "--", *watched], check=True, capture_output=True, text=True
         )

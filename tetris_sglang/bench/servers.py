@@ -19,7 +19,7 @@ from tetris_sglang.bench.workloads import WARM_UP_PROMPTS
 from tetris_sglang.load import generate
 from tetris_sglang.server_process import ServerFailed, ServerProcess, start_all
 
-SERVER_GIB = 4.0  # a server's three processes without an accelerator, its target of 100 M parameters included
+SERVER_GIB = 4.0  # a server's three processes without an accelerator, its target of 135 M parameters included
 START_TIMEOUT_S = 600.0
 _RECORDS_TIMEOUT_S = 20.0
 

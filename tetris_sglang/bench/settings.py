@@ -8,14 +8,15 @@ from itertools import product
 from typing import Any
 
 from tetris_sglang.bench.arms import DRAFTS, FAMILIES, HEADS, REFERENCE, Arm
-from tetris_sglang.bench.workloads import WAVES, WORKLOADS, Load
-from tetris_sglang.config import default_continued
+from tetris_sglang.bench.workloads import LENGTHS, WORKLOADS, Load
+from tetris_sglang.config import SETTINGS, default_continued
 
 QUICK = {
-    "arms": "none,auto,standalone,tetris",
-    "k": "1,3",
+    "arms": "none,auto,sglang",
+    "k": "3",
     "extra": "2",
     "capacity_tokens": "8",
+    "concurrency": "1,4",
     "temperature": "0",
     "prompts": 4,
 }
@@ -24,60 +25,59 @@ FULL = {
     "k": "1,2,3,4,5",
     "extra": "1,2,3",
     "capacity_tokens": "4,8,16",
+    "concurrency": "1,4,16",
     "temperature": "0,1",
     "prompts": 32,
 }
 REQUEST_RATES = "1,2,4"
 ARRIVALS = ("closed", "poisson")
-# SGLang's own choice, float16 for the shipped pair, is slow on most CPUs.
-PAIR_DTYPE, PAIR_SHAPE = "float32", "cpu-100m"
+# SGLang's own choice for the default target, float16, is slow on most CPUs.
+DTYPE = "float32"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the figures; results with other settings are never mixed.
+    """What decides the figures; results with other settings are never mixed."""
 
-    Those with a default came later: results that lack one were measured with the default.
-    """
-
-    shape: str
+    model_path: str
+    """Empty: SmolLM2-135M-Instruct."""
+    draft_paths: tuple[str, ...]
+    """DRAFT=PATH each."""
     dtype: str
     families: tuple[str, ...]
+    drafts: tuple[str, ...]
     k: tuple[int, ...]
     extra: tuple[int, ...]
     capacity_tokens: tuple[int, ...]
     num_steps: int
-    concurrency: tuple[int, ...]
-    temperature: tuple[float, ...]
+    topk: tuple[int, ...]
+    continued: tuple[int, ...]
+    """Tokens with which auto's chains go on from the text; of models' chains."""
+    variants: tuple[str, ...]
+    """Of auto, beside the default: NAME=VALUE each, a setting of TETRIS."""
+    workload: str
+    dataset: str
+    dataset_name: str
+    """Of bench_serving's; where given, it replaces the workload."""
+    lengths: str
+    """One of LENGTHS."""
     output_len: int
+    """Tokens per request; the mean of those drawn."""
+    temperature: tuple[float, ...]
+    concurrency: tuple[int, ...]
+    request_rate: tuple[float, ...]
+    """Poisson arrivals; empty: closed loop."""
+    load_flags: str
+    server_flags: str
     min_prompts: int
+    waves: int
+    """Prompts per run and request in flight, at least."""
     repeats: int
     live_servers: int
+    turn_seconds: float
+    """0: whole runs."""
     phase_times: bool
     seed: int
-    draft_shape: str = ""
-    server_flags: str = ""
-    drafts: tuple[str, ...] = ("standalone",)
-    topk: tuple[int, ...] = (1,)
-    workload: str = "mixed"
-    dataset: str = ""
-    dataset_name: str = ""
-    """Of bench_serving's; where given, it replaces the workload."""
-    load_flags: str = ""
-    request_rate: tuple[float, ...] = ()
-    """Poisson arrivals; empty: closed loop."""
-    model_path: str = ""
-    """Empty: the shipped pair."""
-    draft_paths: tuple[str, ...] = ()
-    """DRAFT=PATH each."""
-    turn_seconds: float = 0.0
-    """0: whole runs."""
-    continued: tuple[int, ...] = (0,)
-    """Tokens with which auto's chains go on from the text; of models' chains."""
-    fairness: tuple[float, ...] = ()
-    """Of auto; empty: the server's default."""
-    waves: int = WAVES
-    """Prompts per run and request in flight, at least."""
 
     @property
     def one_by_one(self) -> bool:
@@ -98,15 +98,16 @@ class Settings:
             heads = [draft for draft in self.drafts if draft in HEADS] or [HEADS[0]]
             arms += [Arm("adaptive", draft=head) for head in heads]
         for draft, topk in product(self.drafts, self.topk):
+            if draft == "ngram" and topk > 1:
+                continue  # There are no trees of n-grams.
             depth = self.num_steps if topk > 1 else 0
             if "auto" in self.families:
                 # Chains of n-grams are as long by default as those of models that go on from the text.
-                is_lookup = topk == 1 and draft == "ngram"
-                num_steps = 2 * self.num_steps if is_lookup else self.num_steps
-                goes_on = self.continued if topk == 1 and not is_lookup else (0,)
-                for continued, fairness in product(goes_on, self.fairness or (None,)):
+                num_steps = 2 * self.num_steps if draft == "ngram" else self.num_steps
+                goes_on = self.continued if topk == 1 and draft != "ngram" else (0,)
+                for continued, variant in product(goes_on, ("", *self.variants)):
                     drafting = {"num_steps": num_steps, "draft": draft, "topk": topk}
-                    arms.append(Arm("auto", **drafting, continued=continued, fairness=fairness))
+                    arms.append(Arm("auto", **drafting, continued=continued, variant=variant))
             for k in self.k:
                 arms += self._build_with_k(k, depth, draft, topk)
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):
@@ -120,8 +121,8 @@ class Settings:
             return []
         common = {"num_steps": depth, "draft": draft, "topk": topk}
         arms = []
-        if "standalone" in self.families and not (draft == "ngram" and topk > 1):
-            arms.append(Arm("standalone", k, **common))
+        if "sglang" in self.families:
+            arms.append(Arm("sglang", k, **common))
         for extra in self.extra:
             arms += [
                 Arm(f, k, extra, **common) for f in ("tetris", "uniform", "random") if f in self.families
@@ -138,63 +139,62 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         ValueError: naming the option.
     """
     chosen = preset | {name: value for name, value in options.items() if value is not None}
-    chosen.setdefault("waves", WAVES)
     for name in ("repeats", "output_len", "prompts", "waves", "num_steps", "live_servers"):
         if chosen[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} {chosen[name]}: give a number above 0")
     if chosen["output_len"] < 4:
         raise ValueError(f"--output-len {chosen['output_len']}: sglang.bench_serving wants 4 or more")
-    model_path, draft_paths = chosen.get("model_path", ""), tuple(chosen.get("draft_paths", ()))
-    for pair in draft_paths:
-        _check_names([pair.partition("=")[0]], "--draft", DRAFTS)
-        if not pair.partition("=")[2]:
-            raise ValueError(f"--draft {pair!r}: give DRAFT=PATH")
-    if model_path and (chosen.get("shape") or chosen.get("draft_shape")):
-        raise ValueError(
-            "--shape and --draft-shape inflate the shipped pair: leave them out with --model-path"
-        )
-    if chosen.get("dataset") and not chosen.get("dataset_name"):
+    for draft in chosen["draft_paths"]:
+        _check_names([draft.partition("=")[0]], "--draft", DRAFTS)
+        if not draft.partition("=")[2]:
+            raise ValueError(f"--draft {draft!r}: give DRAFT=PATH")
+    if chosen["dataset"] and not chosen["dataset_name"]:
         raise ValueError("--dataset: say with --dataset-name which of sglang.bench_serving's formats it has")
-    turn_seconds = chosen.get("turn_seconds", 0.0)
-    _check_turns(turn_seconds, chosen)
-    named = [pair.partition("=")[0] for pair in draft_paths]
+    _check_turns(chosen["turn_seconds"], chosen)
+    named = [draft.partition("=")[0] for draft in chosen["draft_paths"]]
     return Settings(
-        shape="" if model_path else chosen.get("shape", PAIR_SHAPE),
-        dtype=chosen.get("dtype", "auto" if model_path else PAIR_DTYPE),
+        model_path=chosen["model_path"],
+        draft_paths=tuple(chosen["draft_paths"]),
+        dtype=chosen.get("dtype", "auto" if chosen["model_path"] else DTYPE),
         families=_split_names(chosen["arms"], "--arms", FAMILIES),
+        drafts=_split_names(chosen.get("drafts") or ",".join(named) or DRAFTS[0], "--drafts", DRAFTS),
         k=_split(chosen["k"], "--k", int, optional=True),
         extra=_split(chosen["extra"], "--extra", int),
         capacity_tokens=_split(chosen["capacity_tokens"], "--capacity-tokens", int, optional=True),
         num_steps=chosen["num_steps"],
-        concurrency=_split(chosen["concurrency"], "--concurrency", int),
-        temperature=_split(chosen["temperature"], "--temperature", float),
+        topk=_split(chosen["topk"], "--topk", int),
+        continued=_split(
+            chosen.get("continued", str(default_continued(chosen["num_steps"]))), "--continued", int, least=0
+        ),
+        variants=_read_variants(chosen.get("variants")),
+        workload=_check_names([chosen["workload"]], "--workload", WORKLOADS)[0],
+        dataset=chosen["dataset"],
+        dataset_name=chosen["dataset_name"],
+        lengths=_check_names([chosen["lengths"]], "--lengths", LENGTHS)[0],
         output_len=chosen["output_len"],
+        temperature=_split(chosen["temperature"], "--temperature", float),
+        concurrency=_split(chosen["concurrency"], "--concurrency", int),
+        request_rate=_read_rates(chosen["arrivals"], chosen.get("request_rate")),
+        load_flags=chosen["load_flags"],
+        server_flags=chosen["server_flags"],
         min_prompts=chosen["prompts"],
+        waves=chosen["waves"],
         repeats=chosen["repeats"],
         live_servers=chosen["live_servers"],
-        phase_times=not turn_seconds if chosen.get("phase_times") is None else chosen["phase_times"],
+        turn_seconds=chosen["turn_seconds"],
+        phase_times=chosen.get("phase_times", not chosen["turn_seconds"]),
         seed=chosen["seed"],
-        draft_shape=chosen.get("draft_shape", ""),
-        server_flags=chosen.get("server_flags", ""),
-        drafts=_split_names(chosen.get("drafts") or ",".join(named) or "standalone", "--drafts", DRAFTS),
-        topk=_split(chosen["topk"], "--topk", int),
-        workload=_check_names([chosen.get("workload", "mixed")], "--workload", WORKLOADS)[0],
-        dataset=chosen.get("dataset", ""),
-        dataset_name=chosen.get("dataset_name", ""),
-        load_flags=chosen.get("load_flags", ""),
-        request_rate=_read_rates(chosen.get("arrivals", ARRIVALS[0]), chosen.get("request_rate")),
-        model_path=model_path,
-        draft_paths=draft_paths,
-        turn_seconds=turn_seconds,
-        continued=_split(
-            chosen.get("continued") or str(default_continued(chosen["num_steps"])),
-            "--continued",
-            int,
-            least=0,
-        ),
-        waves=chosen["waves"],
-        fairness=_split(chosen.get("fairness") or "none", "--fairness", float, optional=True),
     )
+
+
+def _read_variants(text: str | None) -> tuple[str, ...]:
+    variants = tuple(text.split(",")) if text else ()
+    known = [setting.flag.removeprefix("--speculative-tetris-") for setting in SETTINGS]
+    for variant in variants:
+        _check_names([variant.partition("=")[0]], "--variants", known)
+        if not variant.partition("=")[2]:
+            raise ValueError(f"--variants {variant!r}: give NAME=VALUE")
+    return variants
 
 
 def _check_turns(seconds: float, chosen: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def _check_turns(seconds: float, chosen: dict[str, Any]) -> None:
     obstacles = {
         "--live-servers 1: there is nobody to take turns with": chosen["live_servers"] == 1,
         "--phase-times: a step that is frozen half-way has no true times": chosen.get("phase_times"),
-        "--arrivals poisson: requests would arrive while their server is frozen": chosen.get("arrivals")
+        "--arrivals poisson: requests would arrive while their server is frozen": chosen["arrivals"]
         == "poisson",
     }
     for obstacle, is_there in obstacles.items():

@@ -5,8 +5,7 @@ Each step maximises expected tokens emitted per second,
     (B + expected accepted drafts(depth, C)) / t(B, depth, B + C),
 
 over plain decoding (depth 0, C = 0) and all depths and capacities (docs/capacity.md derives it). Both parts come from
-earlier steps; where the host sees what a step drafted without waiting for it, C is then adjusted to that. Where chains go
-on from recent texts, so can the root itself: depth 0 with C > 0.
+earlier steps. Where chains go on from recent texts, so can the root itself: depth 0 with C > 0.
 """
 
 from __future__ import annotations
@@ -65,9 +64,6 @@ class AutoCapacity:
         self._steps_with_drawn = 0
         self._probe_after = _FIRST_PROBE_AFTER
         self._probe_steps = 0
-        self._rate = 0.0
-        """Tokens per request and second, of the fastest plan at the last choice."""
-        self._may_adjust = False
         self.expected_gain = 1.0
         """Of the best speculative plan against plain decoding, at the last choice."""
         self.expected_accepted = 0.0
@@ -88,7 +84,6 @@ class AutoCapacity:
         # However many siblings a tree verifies, one token a level is accepted.
         emitted = 1 + np.minimum(accepted, found.depths + limits.num_continued)
         value = emitted / seconds
-        self._rate = float(value.max())
         best = 1 + int(value[1:].argmax())
         self.expected_gain = float(value[best] / value[0])
         self.expected_accepted = float(emitted[best] - 1)
@@ -98,33 +93,8 @@ class AutoCapacity:
             chosen = self._look_deep(batch_size, limits, 2 * batch_size)
             self._first_steps += 1
             self._first_drafts += chosen.capacity_tokens
-        else:
-            chosen = self._keep_or_change(plan, batch_size, limits)
-        self._may_adjust = chosen is plan
-        return chosen
-
-    def adjust(
-        self, plan: StepPlan, curve: np.ndarray, batch_size: int, context_tokens: float = 0.0
-    ) -> StepPlan:
-        """Verify as many of a step's drafts as they deserve, where they are known in time.
-
-        A row is worth its time if it is expected to emit at least what the fastest plan emits in that time.
-
-        Args:
-            plan: what was chosen for the step, which has drafted. curve: [num_shares], the last of its `measure_curves`.
-        Returns:
-            The same depth; the plan itself if it is there to try something.
-        """
-        if not self._may_adjust:
-            return plan
-        found = self._candidates[batch_size]
-        of_depth = np.flatnonzero((found.depths == plan.depth) & (found.capacity_tokens > 0))
-        capacity_tokens = found.capacity_tokens[of_depth]
-        seconds = self.step_times.predict(found.features[of_depth], context_tokens, self._drawn)
-        accepted = self.curves.confidence(plan.depth) * np.interp(
-            capacity_tokens / batch_size, self.curves.shares, curve
-        )
-        return StepPlan(plan.depth, int(capacity_tokens[(accepted - self._rate * seconds).argmax()]))
+            return chosen
+        return self._keep_or_change(plan, batch_size, limits)
 
     def _keep_or_change(self, plan: StepPlan, batch_size: int, limits: DraftLimits) -> StepPlan:
         self._steps_in_mode += 1

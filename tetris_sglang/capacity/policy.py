@@ -56,7 +56,7 @@ class CapacityPolicy(Protocol):
     """Decides a step's depth and capacity on the host before the step's draft runs, from what earlier steps have shown.
 
     A capacity that depended on this step's draft would not change the output's distribution (docs/how-it-works.md), but on a GPU
-    the host would have to wait for the draft; where it has not, see `AutoCapacity.adjust`.
+    the host would have to wait for the draft.
     """
 
     def choose(self, batch_size: int, limits: DraftLimits, context_tokens: float = 0.0) -> StepPlan:

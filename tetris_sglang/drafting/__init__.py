@@ -1,23 +1,7 @@
-"""What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them; n-gram drafts; and
-what texts say of a draft, the request's own and others'."""
+"""What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them; and what
+texts say of a draft, the request's own and others'."""
 
 from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower, continue_texts
-from tetris_sglang.drafting.ngram import (
-    LEAST_PROB,
-    PRIOR,
-    Lookup,
-    NgramProposal,
-    Prior,
-    estimate_probs,
-    look_up,
-    propose_by_lookup,
-    trust_match_lens,
-)
-from tetris_sglang.drafting.ngram_reference import (
-    ReferenceBranch,
-    look_up_reference,
-    propose_by_lookup_reference,
-)
 from tetris_sglang.drafting.precedent import (
     FIRST_CONTINUED,
     FIRST_COPIED,
@@ -30,21 +14,18 @@ from tetris_sglang.drafting.precedent import (
     is_copied,
     is_precedents,
     least_passes,
-    put_others,
+    trust_match_lens,
 )
 from tetris_sglang.drafting.proposal import (
     Calibrate,
-    CalibrateRequests,
     Grid,
     Proposal,
     TreeShape,
     ancestor_mask,
     count_nodes,
     make_grid,
-    merge_branches,
     tree_survival,
     trust,
-    trust_all,
 )
 from tetris_sglang.drafting.recent_texts import RecentTexts
 
@@ -52,42 +33,27 @@ __all__ = [
     "FIRST_CONTINUED",
     "FIRST_COPIED",
     "INITIAL_OFFSETS",
-    "LEAST_PROB",
     "NOT_CONTINUED",
     "NUM_EVIDENCE",
-    "PRIOR",
     "Calibrate",
-    "CalibrateRequests",
     "ChainGrower",
     "Counsel",
     "Grid",
     "Grower",
-    "Lookup",
-    "NgramProposal",
     "Precedent",
-    "Prior",
     "Proposal",
     "RecentTexts",
-    "ReferenceBranch",
     "TreeGrower",
     "TreeShape",
     "ancestor_mask",
     "continue_texts",
     "continued_evidence",
     "count_nodes",
-    "estimate_probs",
     "is_copied",
     "is_precedents",
     "least_passes",
-    "look_up",
-    "look_up_reference",
     "make_grid",
-    "merge_branches",
-    "propose_by_lookup",
-    "propose_by_lookup_reference",
-    "put_others",
     "tree_survival",
     "trust",
-    "trust_all",
     "trust_match_lens",
 ]

@@ -129,25 +129,16 @@ def score_continued(
     return probs, calibrate(probs, depths, evidence) * was_followed, evidence
 
 
-def put_others(tokens: Tensor, probs: Tensor, precedent: Precedent) -> tuple[Tensor, Tensor, Tensor]:
-    """Let other requests' texts draft in the place of n-grams of the request's own.
-
-    The branch that begins as the precedent does gives way, or else the last one.
+def trust_match_lens(match_lens: Tensor) -> Tensor:
+    """What to believe, without calibration, of tokens before which a text shares so many with the request's.
 
     Args:
-        tokens, probs: [batch, branches, depth], the first tokens of a request's branches all different.
+        match_lens: integers; below 1 counts as 1.
     Returns:
-        tokens, probs, and what they are from now on: evidence [batch, branches, depth] int64.
-    Sync: none; CUDA-graph safe.
+        float32, the same shape.
+    Sync: none.
     """
-    begins_alike = tokens[:, :, 0] == precedent.tokens[:, :1]
-    begins_alike[:, -1] |= ~begins_alike.any(dim=1)
-    is_others = (begins_alike & precedent.is_others[:, None])[:, :, None]
-    return (
-        torch.where(is_others, precedent.tokens[:, None], tokens),
-        probs.masked_fill(is_others, COPIED_PROB),
-        torch.where(is_others, continued_evidence(precedent)[:, None], NO_EVIDENCE),
-    )
+    return 1 - 0.9 * match_lens.clamp_min(1).to(torch.float32).reciprocal()
 
 
 class Choice(NamedTuple):

@@ -8,13 +8,11 @@ request's list: the same `draft_lens` describe chains and trees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tetris_sglang.selection import survival_from_probs
 from tetris_sglang.selection.survival import as_probability
 
 
@@ -34,7 +32,7 @@ class Calibrate(Protocol):
         """How likely such tokens are accepted, given that those before them are.
 
         Args:
-            probs: [batch, ...] float32. depths: from 1, to be broadcast. evidence: int64 like probs; None: there is none.
+            probs: [batch, n] float32. depths: from 1, to be broadcast. evidence: [batch, n] int64; None: there is none.
         """
 
     def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
@@ -45,10 +43,6 @@ class Calibrate(Protocol):
         Returns:
             [batch, n] float32.
         """
-
-
-CalibrateRequests = Callable[[Tensor], Calibrate]
-"""Slots [batch] of the requests that `probs` [batch, ...] will be about -> how to calibrate these."""
 
 
 class _Trust:
@@ -62,11 +56,6 @@ class _Trust:
 
 
 trust = _Trust()
-
-
-def trust_all(rows: Tensor) -> Calibrate:
-    """No calibration, whichever requests they are."""
-    return trust
 
 
 class Proposal(NamedTuple):
@@ -153,43 +142,6 @@ def order_nodes(
         probs.gather(1, order),
         None if evidence is None else evidence.gather(1, order),
     )
-
-
-def merge_branches(
-    tokens: Tensor,
-    probs: Tensor,
-    max_nodes: int,
-    calibrate: Calibrate = trust,
-    evidence: Tensor | None = None,
-) -> Proposal:
-    """The tree of several chains that part at the root.
-
-    Args:
-        tokens: [batch, branches, depth] int64, the first tokens of a request's branches all different.
-        probs: [batch, branches, depth] float32, of each token given those before it on its branch.
-        max_nodes: at most so many are kept.
-        evidence: [batch, branches, depth] int64, as in `Proposal`.
-    Returns:
-        Chains where there is one branch.
-    Sync: none; CUDA-graph safe.
-    """
-    batch, branches, depth = tokens.shape
-    device = tokens.device
-    calibrated = calibrate(probs, torch.arange(1, depth + 1, device=device), evidence)
-    if branches == 1:
-        chains = (
-            part if part is None else part[:, 0, :max_nodes] for part in (tokens, calibrated, probs, evidence)
-        )
-        tokens, scores, probs, evidence = chains
-        return Proposal(tokens, scores, None, probs, evidence)
-    survival = survival_from_probs(calibrated.flatten(0, 1)).view_as(probs)
-    index = torch.arange(depth * branches, device=device)
-    parents = torch.where(index < branches, -1, index - branches).expand(batch, -1)
-    tokens, survival, probs, evidence = (
-        part if part is None else part.transpose(1, 2).reshape(batch, -1)
-        for part in (tokens, survival, probs, evidence)
-    )
-    return order_nodes(tokens, survival, parents, index // branches + 1, max_nodes, probs, evidence)
 
 
 def tree_survival(probs: Tensor, parents: Tensor, max_depth: int) -> Tensor:

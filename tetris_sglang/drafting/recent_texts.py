@@ -3,7 +3,7 @@
 Requests repeat themselves, and each other: answers about one document, files of one project, an agent's steps. SGLang's NGRAM
 (sglang/srt/speculative/cpp_ngram) and SuffixDecoding (arXiv:2411.04975) keep what was written in a trie on the host. Here the
 last tokens of the latest requests, running or ended, are kept on the device, and a hash table that says where each n-gram stood
-last: in the request's own text, and in anyone's. An entry may be overwritten, or point at what is gone: whatever is found is
+last: in the request's own text and, if texts are shared, in anyone's. An entry may be overwritten, or point at what is gone: whatever is found is
 compared with the text before it counts.
 """
 
@@ -36,7 +36,9 @@ class RecentTexts:
 
     Args:
         num_slots: of running requests. vocab_size: tokens are below it.
-        width: tokens kept of each text. num_ended: texts. num_entries: of the table, a power of two of 8 bytes each.
+        are_shared: whether requests find anything in one another's texts. It shows in how fast an output comes.
+        width: tokens kept of each text. num_ended: texts, where they are shared. num_entries: of the table, a power of two of
+            8 bytes each.
     Raises:
         ValueError: a setting out of range.
     """
@@ -47,17 +49,19 @@ class RecentTexts:
         vocab_size: int,
         device: torch.device | str = "cpu",
         *,
+        are_shared: bool,
         width: int = 2048,
         num_ended: int = 1024,
         num_entries: int = 1 << 22,
     ) -> None:
-        num_rows = num_slots + num_ended
+        num_rows = num_slots + (num_ended if are_shared else 0)
         if width < 1 or num_ended < 0 or num_entries < 2 or num_entries & (num_entries - 1):
             raise ValueError(
                 "width must be above 0, num_ended not below 0 and num_entries a power of two, "
                 f"got {width}, {num_ended} and {num_entries}"
             )
         self.width, self._vocab_size = width, vocab_size
+        self._num_scopes = 1 + are_shared
         self._nowhere = num_rows * width
         # Texts one behind the other, each a ring; then a place for what is not to be kept, and what indices below 0 lead to. Empty
         # places equal no token.
@@ -73,11 +77,11 @@ class RecentTexts:
             return torch.zeros((num_slots, *size), dtype=dtype, device=device)
 
         self._rows, self._keys = per_slot(), per_slot(dtype=torch.int32)
-        self._salts = per_slot(2, len(ORDERS))
+        self._salts = per_slot(self._num_scopes, len(ORDERS))
         self._tails = per_slot(MAX_MATCH, dtype=torch.int32)
         """The last tokens of the texts, the newest last."""
-        self._entries = per_slot(2 * len(ORDERS))
-        """Where the table keeps the n-grams that end the texts: in the request's own text, then in anyone's."""
+        self._entries = per_slot(self._num_scopes * len(ORDERS))
+        """Where the table keeps the n-grams that end the texts: in the request's own text, then, if shared, in anyone's."""
 
         # The newest token is the last one.
         self._factors = torch.tensor(
@@ -109,7 +113,8 @@ class RecentTexts:
             self._num_begun += 1
             # Kept exclusive-or a key, tokens of other spaces are not equal.
             key = _mix(space) & 0x7FFFFFFF if space else 0
-            salts = [_mix(_mix(scope) + order) for scope in (-self._num_begun, space) for order in ORDERS]
+            scopes = (-self._num_begun, space)[: self._num_scopes]
+            salts = [_mix(_mix(scope) + order) for scope in scopes for order in ORDERS]
             places.append((self._row_of_slot[slot], key, *salts))
         return torch.tensor(places, dtype=torch.int64)
 
@@ -172,16 +177,17 @@ class RecentTexts:
         Args:
             slots: [batch]. depth: tokens that are wanted.
         Sync: none; CUDA-graph safe.
-        Example: texts 7 1 2 3 9 and 1 2, of the second, depth 2 -> tokens [[3, 9]], match_lens [2], is_others [True]
+        Example: shared texts 7 1 2 3 9 and 1 2, of the second, depth 2 -> tokens [[3, 9]], match_lens [2], is_others [True]
         """
         places = self._table[self._entries[slots]] & (1 << self._time_shift) - 1
         same = self._tokens[places[:, :, None] + self._tail] == self._tails[slots][:, None]
         match_lens = same.flip(2).cumprod(dim=2, dtype=torch.int32).sum(dim=2)
-        match_lens, best = match_lens.view(-1, 2, len(ORDERS)).max(dim=2, keepdim=True)
-        own_lens, others_lens = match_lens[:, :, 0].unbind(1)
-        own, others = places.view(-1, 2, len(ORDERS)).gather(2, best)[:, :, 0].unbind(1)
+        scopes = -1, self._num_scopes, len(ORDERS)
+        match_lens, best = match_lens.view(scopes).max(dim=2, keepdim=True)
+        own_lens, others_lens = match_lens[:, 0, 0], match_lens[:, -1, 0]
+        found = places.view(scopes).gather(2, best)[:, :, 0]
         is_others = others_lens > 2 * own_lens
-        starts = torch.where(is_others, others, own)
+        starts = torch.where(is_others, found[:, -1], found[:, 0])
         # Tokens up to the text's end, 1 to width.
         ahead = (self._ends[starts // self.width] - starts - 1) % self.width + 1
         steps = torch.arange(depth, device=slots.device)

@@ -272,6 +272,11 @@ def _validate_shape(args, num_steps: int, kind: str, device: str, config: Tetris
     if (topk or 1) == 1:
         _validate_chains(num_draft_tokens, num_steps, kind, config)
         return
+    if kind == draft_kind.NGRAM:
+        raise ValueError(
+            f"--speculative-eagle-topk {topk}: n-grams draft chains only. Leave it out, or give a model that drafts trees as "
+            f"--speculative-draft-model-path."
+        )
     for name in _BACKEND_ARGUMENTS if device == "cuda" else ():
         if getattr(args, name) not in (None, "flashinfer"):
             raise ValueError(
@@ -284,7 +289,7 @@ def _validate_shape(args, num_steps: int, kind: str, device: str, config: Tetris
             f"--page-size {args.page_size} does not work with --speculative-eagle-topk {topk} under TETRIS: branches of a tree "
             f"would share pages. Use --page-size 1, or chains."
         )
-    most = 1 + _count_nodes(num_steps, topk, kind)
+    most = 1 + count_nodes(num_steps, topk)
     if num_draft_tokens is not None and not num_steps + 1 <= num_draft_tokens <= most:
         raise ValueError(
             f"--speculative-num-draft-tokens {num_draft_tokens}: a tree of --speculative-num-steps {num_steps} and "
@@ -313,10 +318,6 @@ def _validate_chains(num_draft_tokens: int | None, num_steps: int, kind: str, co
             f"{given}: what continues a text is scored by how it fared before, and "
             f"--speculative-tetris-calibration is off. Turn it on, or leave --speculative-num-draft-tokens out."
         )
-
-
-def _count_nodes(num_steps: int, topk: int, kind: str) -> int:
-    return topk * num_steps if kind == draft_kind.NGRAM else count_nodes(num_steps, topk)
 
 
 def validate_device(device: str | None) -> str:

@@ -34,14 +34,14 @@ from torch import Tensor
 
 from tetris_sglang.acceptance import RequestNoise, perturb
 from tetris_sglang.drafting import (
-    CalibrateRequests,
+    Calibrate,
     ChainGrower,
     Precedent,
     Proposal,
     TreeGrower,
     continue_texts,
     count_nodes,
-    trust_all,
+    trust,
 )
 from tetris_sglang.kernels.reference import AcceptedTokens
 from tetris_sglang.runtime.catch_up import MissedTokens
@@ -86,7 +86,7 @@ class ModelDraft:
     """
 
     shift = 0
-    calibrate: CalibrateRequests = staticmethod(trust_all)
+    calibrate: Calibrate = trust
     """What the draft's probabilities are worth."""
     perturb: Callable[..., Tensor] = staticmethod(perturb)
     """As acceptance.noise.perturb, for the device."""
@@ -290,8 +290,8 @@ class ModelDraft:
             depth: 0..num_steps; 0: from their texts alone, where chains go on.
         """
         if depth == 0:
-            rows = batch.req_pool_indices
-            return continue_texts(self.texts.recent.find(rows, self.num_continued), self.calibrate(rows))
+            precedent = self.texts.recent.find(batch.req_pool_indices, self.num_continued)
+            return continue_texts(precedent, self.calibrate)
         window = read_window(batch.spec_info)
         if self._missed.num_tokens:
             self._catch_up(batch)
@@ -362,9 +362,7 @@ class ModelDraft:
         # Drawn with after the token before.
         positions = places.branch_positions + (self.shift - 1)
         tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
-        grower = (ChainGrower if branches == 1 else TreeGrower)(
-            tokens, probs, self.calibrate(first.req_pool_indices), precedent
-        )
+        grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, self.calibrate, precedent)
         states = output.hidden_states
         if states is not None:
             states = states[:, None].expand(-1, branches, -1)

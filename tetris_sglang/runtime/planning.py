@@ -50,8 +50,7 @@ class StepPlanner:
         self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str, ranks: Ranks
     ) -> None:
         self.policy, self._limits, self._metrics, self._ranks = policy, limits, metrics, ranks
-        self._on_cuda = device == "cuda"
-        self._clock = StepClock(self._on_cuda)
+        self._clock = StepClock(device == "cuda")
         self._auto = policy if isinstance(policy, AutoCapacity) else None
         if self._auto is not None:
             self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)
@@ -75,8 +74,8 @@ class StepPlanner:
         context_tokens = _count_context_tokens(batch)
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         plan = self._ranks.agree(plan)
-        self._num_speculating, self._context_tokens = num_speculating, context_tokens
-        self._describe(plan, batch_size)
+        rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
+        self._clock.describe(StepShape(batch_size, plan.depth, rows, context_tokens))
         if not plan.capacity_tokens:
             self._unconfirmed.append(None)
         return plan
@@ -87,21 +86,14 @@ class StepPlanner:
         most = num_speculating * self._limits.count_nodes(plan.depth) if num_speculating else 0
         return StepPlan(plan.depth, min(plan.capacity_tokens, most)) if most else StepPlan(0, 0)
 
-    def _describe(self, plan: StepPlan, batch_size: int) -> None:
-        rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
-        self._clock.describe(StepShape(batch_size, plan.depth, rows, self._context_tokens))
-
-    def after_draft(self, proposal: Proposal, plan: StepPlan, pace_weights: Tensor | None = None) -> StepPlan:
+    def after_draft(self, proposal: Proposal, plan: StepPlan, pace_weights: Tensor | None = None) -> None:
         """Look at what a step drafted; later steps are planned from it.
 
         Args:
             pace_weights: [batch] float32, 1 at the mean pace, what a token of each request counts; None: as much as any.
-        Returns:
-            The plan, adjusted to the drafts where the host knows them without waiting.
         """
         if self._auto is None:
-            return plan
-        depth, batch_size = plan.depth, len(proposal.tokens)
+            return
         survival = proposal.scores
         if proposal.shape is None:
             survival = survival_from_probs(survival)
@@ -113,17 +105,10 @@ class StepPlanner:
         if pace_weights is not None:
             # A row more is worth what it counts. `AcceptCurves.confirm` holds the sum against what is accepted.
             survival = survival * pace_weights[:, None]
-        curves = HostCopy(measure_curves(survival, depths, depth, self._shares))
-        if not self._on_cuda:
-            adjusted = self._auto.adjust(
-                plan, curves.tensors[0][-1].numpy(), batch_size, self._context_tokens
-            )
-            plan = self._ranks.agree(self._limit(adjusted, self._num_speculating))
-            self._describe(plan, batch_size)
-        step = _DraftedStep(curves, depth, batch_size, plan.capacity_tokens)
+        curves = HostCopy(measure_curves(survival, depths, plan.depth, self._shares))
+        step = _DraftedStep(curves, plan.depth, len(proposal.tokens), plan.capacity_tokens)
         self._unread.append(step)
         self._unconfirmed.append(step)
-        return plan
 
     def after_result(self, accepted: int) -> None:
         """Drafts that the oldest step without a result had accepted have become known to the host."""

@@ -12,30 +12,34 @@ from torch import Tensor
 from tetris_sglang.drafting import RecentTexts
 from tetris_sglang.runtime.host_copy import send
 
-WINDOW = 2048
-"""Tokens of a text, the newest, that are searched: what a step pays for however short the texts are."""
-
 
 class RequestTexts:
-    """Prompt and output of the request in every slot, and what others, running or ended, have to say to it.
+    """Prompt and output of the request in every slot and, if shared, what others, running or ended, have to say to it.
 
     Requests whose prefixes SGLang's cache keeps apart (`extra_key`, `cache_salt`) find nothing in each other's texts.
 
     Args:
         req_to_token_pool: SGLang's, whose slots these are. vocab_size: of the target.
         most_emitted: tokens that a step writes per request: behind a text's end, some that are not part of it.
-        are_searched: whether anything is looked up in them.
+        are_searched: whether anything is looked up in them. are_shared: whether requests find anything in one another's.
     """
 
     def __init__(
-        self, req_to_token_pool, vocab_size: int, most_emitted: int, are_searched: bool = True
+        self,
+        req_to_token_pool,
+        vocab_size: int,
+        most_emitted: int,
+        are_searched: bool = True,
+        are_shared: bool = False,
     ) -> None:
         slots, columns = req_to_token_pool.req_to_token.shape
         self.tokens = torch.zeros(
             (slots, columns + most_emitted), dtype=torch.int32, device=req_to_token_pool.req_to_token.device
         )
         """[slots, columns], a text from column 0 on."""
-        self.recent = RecentTexts(slots, vocab_size, self.tokens.device) if are_searched else None
+        self.recent = (
+            RecentTexts(slots, vocab_size, self.tokens.device, are_shared=are_shared) if are_searched else None
+        )
         """Where precedents are found."""
 
     def add_prompts(self, batch, next_token_ids: Tensor) -> None:
@@ -110,19 +114,6 @@ class RequestTexts:
         return counts.new_zeros((len(rows), vocab_size), dtype=torch.float32).scatter_add_(
             1, tokens, counts.float()
         )
-
-    def window(self, seq_lens_cpu: Tensor | None) -> int:
-        """Columns to search for texts of these lengths: a power of two, so that there are few shapes.
-
-        Looking at less than the window finds the same where texts are shorter.
-
-        Args:
-            seq_lens_cpu: [batch], without the root; None where the host does not know.
-        """
-        window = min(WINDOW, self.tokens.shape[1])
-        if seq_lens_cpu is None:
-            return window
-        return min(window, 1 << int(seq_lens_cpu.max() + 1).bit_length())
 
 
 def _space(req) -> int:

@@ -29,12 +29,12 @@ from tetris_sglang.capacity import (
     capacity_shares,
 )
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import Grid, TreeShape, make_grid
+from tetris_sglang.drafting import INITIAL_OFFSETS, Grid, TreeShape, make_grid
 from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
 from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.kv_moves import check_kv_pool
-from tetris_sglang.runtime.learning import INITIAL_KINDS, AcceptanceLearner
+from tetris_sglang.runtime.learning import AcceptanceLearner
 from tetris_sglang.runtime.logits import count_written
 from tetris_sglang.runtime.metrics import StepMetrics
 from tetris_sglang.runtime.ngram import NgramDraft
@@ -55,7 +55,7 @@ from tetris_sglang.runtime.verify import (
     make_grammar_tree,
     sample_target,
 )
-from tetris_sglang.selection import AcceptanceHistory, Calibration, EvidenceOffsets, RequestPace
+from tetris_sglang.selection import Calibration, EvidenceOffsets, RequestPace
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,7 @@ class TetrisWorker(BaseSpecWorker):
         kind = current_kind()
         if kind == NGRAM:
             self._draft_worker = None
-            self._draft = NgramDraft(
-                topk=get_spec().speculative_eagle_topk,
-                num_draft_tokens=self.speculative_num_draft_tokens,
-            )
+            self._draft = NgramDraft()
         else:
             worker_class = HeadDraft if kind in HEADS else StandaloneDraft
             self._draft = self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
@@ -123,8 +120,7 @@ class TetrisWorker(BaseSpecWorker):
         super().alloc_memory_pool(**pools)
         if get_spec().speculative_eagle_topk > 1 and self.device == "cuda":
             check_kv_pool(self._target_worker.model_runner.token_to_kv_pool)
-            if self._draft_worker is not None:
-                check_kv_pool(self._draft_worker.draft_runner.token_to_kv_pool)
+            check_kv_pool(self._draft_worker.draft_runner.token_to_kv_pool)
         pool = self._target_worker.model_runner.req_to_token_pool
         are_searched = self._draft_worker is None or self.config.calibration
         self._texts = RequestTexts(
@@ -132,6 +128,7 @@ class TetrisWorker(BaseSpecWorker):
             self._target_worker.model_runner.model_config.vocab_size,
             self.speculative_num_draft_tokens,
             are_searched,
+            self.config.shared_texts,
         )
         # The worker's, which is resolved and the same on all ranks; the arguments have what was given.
         self._seeds = RequestSeeds(
@@ -148,8 +145,7 @@ class TetrisWorker(BaseSpecWorker):
                 Calibration(
                     self.speculative_num_steps + self._draft.num_continued, self.device, refresh_every=1
                 ),
-                EvidenceOffsets(INITIAL_KINDS, self.device),
-                AcceptanceHistory(len(pool.req_to_token), self.device),
+                EvidenceOffsets(INITIAL_OFFSETS, self.device),
             )
             self._draft.calibrate = self.learner.calibrate
         if self.config.fairness:
@@ -206,8 +202,6 @@ class TetrisWorker(BaseSpecWorker):
             self.recorder.add_prefilled(batch.reqs, batch.req_pool_indices)
         if self._pace is not None:
             self._pace.forget(batch.req_pool_indices)
-        if self.learner is not None:
-            self.learner.add_prefilled(batch.req_pool_indices, batch.sampling_info.top_ks != 1)
         # SGLang may rebind batch fields during the target's pass; the draft reads the same tokens.
         input_ids = batch.input_ids
         count_written(batch)
@@ -238,19 +232,18 @@ class TetrisWorker(BaseSpecWorker):
 
         adjustment = self._request_weights.adjust(batch.reqs)
         plan = self.planner.plan(batch, batch_size if adjustment is None else adjustment.num_speculating)
+        depth, capacity_tokens = plan
+        num_tokens = batch_size + capacity_tokens
+        tier = self._fit_rows(batch_size, num_tokens)
         proposal = draft_lens = None
-        if plan.capacity_tokens:
+        if capacity_tokens:
             with self.phases("draft"), self._draft_context():
-                proposal = self._draft.propose(batch, plan.depth)
+                proposal = self._draft.propose(batch, depth)
 
         with self.phases("select"):
             if proposal is not None:
                 pace_weights = None if self._pace is None else self._pace.weights(batch.req_pool_indices)
-                plan = self.planner.after_draft(proposal, plan, pace_weights)
-            depth, capacity_tokens = plan
-            num_tokens = batch_size + capacity_tokens
-            tier = self._fit_rows(batch_size, num_tokens)
-            if proposal is not None:
+                self.planner.after_draft(proposal, plan, pace_weights)
                 weights = combine_weights(pace_weights, adjustment)
                 draft_lens = self._operations.select_drafts(proposal, capacity_tokens, weights)
             # SGLang reads results in rows of a fixed width.
@@ -311,7 +304,7 @@ class TetrisWorker(BaseSpecWorker):
             if self._pace is not None:
                 self._pace.observe(rows, accept_lens)
             if proposal is not None and self.learner is not None:
-                self.learner.add(proposal, grid, accepted, packed.verify_lens, rows)
+                self.learner.add(proposal, grid, accepted, packed.verify_lens)
             if depth:
                 next_draft_input = self._draft.after_verify(
                     batch, accepted, hidden_states, packed.qo_indptr, depth

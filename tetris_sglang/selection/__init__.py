@@ -16,7 +16,6 @@ from tetris_sglang.selection.calibration import (
     tree_outcomes,
 )
 from tetris_sglang.selection.evidence import EvidenceOffsets
-from tetris_sglang.selection.history import AcceptanceHistory
 from tetris_sglang.selection.pace import LARGEST_PACE_WEIGHT, RequestPace
 from tetris_sglang.selection.reference import select_prefixes_reference
 from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_probs
@@ -24,7 +23,6 @@ from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_pr
 __all__ = [
     "LARGEST_PACE_WEIGHT",
     "SMALLEST_SURVIVAL",
-    "AcceptanceHistory",
     "Calibration",
     "EvidenceOffsets",
     "Outcomes",

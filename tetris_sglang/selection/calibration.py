@@ -69,18 +69,6 @@ def tree_outcomes(path: Tensor, accept_lens: Tensor, draft_lens: Tensor, parents
     return Outcomes((verified & on_path.gather(1, parents))[:, 1:], on_path[:, 1:])
 
 
-def newton_terms(probs: Tensor, reached: Tensor, accepted: Tensor) -> Tensor:
-    """Gradient and curvature that each judged token adds to the likelihood of an offset in log-odds.
-
-    Args:
-        probs: [batch, n] float32, how likely each was. reached, accepted: [batch, n] bool, see `Outcomes`.
-    Returns:
-        [2, batch, n] float32: accepted - p, and p (1 - p); 0 where not reached.
-    Sync: none.
-    """
-    return torch.stack((accepted.to(probs.dtype) - probs, probs - probs * probs)).mul_(reached)
-
-
 @dataclass(frozen=True)
 class ReliabilityBin:
     """Reached drafts of one depth and score bin, weighted by how recent they are."""
@@ -163,16 +151,14 @@ class Calibration:
         """[depth, bin], the corrected log-odds at the centres."""
         self._decay = torch.tensor(decay, device=device)
 
-    def apply(self, probs: Tensor, depths: int | Tensor, offsets: Tensor | None = None) -> Tensor:
+    def apply(self, probs: Tensor, depths: int | Tensor) -> Tensor:
         """The calibrated probability that a token is accepted, given that everything before it is.
 
-        Non-decreasing in probs at each depth and offset, up to rounding. Before any observation: probs, up to rounding.
+        Non-decreasing in probs at each depth, up to rounding. Before any observation: probs, up to rounding.
 
         Args:
             probs: [batch, ...] float32, the draft's probability of each token given those before it.
             depths: from 1 to max_depth: of all of them, or int64 to be broadcast against probs (not checked).
-            offsets: float32, to be broadcast against probs: what is added to the log-odds, see `AcceptanceHistory` and
-                `EvidenceOffsets`; default: nothing.
         Returns:
             float32 in [0, 1], the shape of probs; NaN becomes 0.
         Raises:
@@ -181,13 +167,10 @@ class Calibration:
         """
         if isinstance(depths, int) and not 1 <= depths <= self.max_depth:
             raise ValueError(f"depth must be in 1..{self.max_depth}, got {depths}")
-        log_odds = self.log_odds(probs, depths)
-        if offsets is not None:
-            log_odds += offsets
-        return log_odds.sigmoid_().nan_to_num_(nan=0.0)
+        return self.log_odds(probs, depths).sigmoid_().nan_to_num_(nan=0.0)
 
     def log_odds(self, probs: Tensor, depths: int | Tensor) -> Tensor:
-        """The log-odds of what `apply` gives, without offsets; NaN stays NaN. Args, Sync: as there."""
+        """The log-odds of what `apply` gives; NaN stays NaN. Args, Sync: as there."""
         # NaN falls into the last segment.
         segments = torch.bucketize(probs.contiguous(), self._centre_probs) + depths * (NUM_BINS + 1)
         slopes, intercepts = torch.nn.functional.embedding(segments, self._lines).unbind(-1)

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tetris_sglang.selection.calibration import newton_terms
-
 _LARGEST_OFFSET = 6.0
 
 
@@ -66,7 +64,8 @@ class EvidenceOffsets:
             reached, accepted: [batch, n] bool, see `Outcomes`.
         Sync: none.
         """
-        judged = newton_terms(probs, reached, accepted).flatten(1)
+        gradient, curvature = accepted.to(probs.dtype) - probs, probs - probs * probs
+        judged = torch.stack((gradient, curvature)).mul_(reached).flatten(1)
         sums = torch.zeros(2, len(self._offsets), dtype=torch.float64, device=probs.device)
         surprise, information = sums.index_add_(1, kinds.flatten(), judged.double())
         self._information.mul_(self._decay ** reached.sum()).add_(information)
