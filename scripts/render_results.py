@@ -253,7 +253,10 @@ def render(text: str) -> str:
 
 def render_folder(folder: str) -> str:
     """The page of one question: what was measured, with which command, and what it says."""
-    parts = [f"# {QUESTIONS[folder]}\n", "Made by `scripts/render_results.py`. [All questions](../README.md).\n"]
+    parts = [
+        f"# {QUESTIONS[folder]}\n",
+        "Made by `scripts/render_results.py`. [All questions](../README.md).\n",
+    ]
     if list(compare_default(folder)):
         parts += ["Output tokens per second over no speculation (in brackets the best of SGLang's own):\n"]
         parts += [overview(folder)()]
@@ -275,7 +278,8 @@ def render_folder(folder: str) -> str:
             verdicts = judge(comparison.cells, results["arms"])
             parts.append(
                 "".join(
-                    f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})\n" for v in verdicts
+                    f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})\n"
+                    for v in verdicts
                 )
             )
         if path.with_suffix(".png").exists():

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "tests" / "pair" / "target"
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import answers  # noqa: E402
-import train_eagle3  # noqa: E402
-from draft_heads import Eagle3Head, load_head  # noqa: E402
+import answers
+import train_eagle3
+from draft_heads import Eagle3Head, load_head
 
 LAYER_IDS, MAX_TOKENS = [0, 2, 3], 48
 

@@ -38,7 +38,9 @@ class RequestTexts:
         )
         """[slots, columns], a text from column 0 on."""
         self.recent = (
-            RecentTexts(slots, vocab_size, self.tokens.device, are_shared=are_shared) if are_searched else None
+            RecentTexts(slots, vocab_size, self.tokens.device, are_shared=are_shared)
+            if are_searched
+            else None
         )
         """Where precedents are found."""
 
