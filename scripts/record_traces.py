@@ -86,8 +86,8 @@ def main(
     names: Annotated[str, typer.Option(help="which ones")] = ",".join(RECORDINGS),
     out: Annotated[Path, typer.Option(help="folder to write to")] = OUT,
     new_tokens: Annotated[int, typer.Option(min=1, help="tokens written per prompt, at most")] = 128,
-    count: Annotated[int, typer.Option("--prompts", min=1, help="prompts answered")] = 96,
-    concurrency: Annotated[int, typer.Option(min=1, help="running requests")] = 16,
+    count: Annotated[int, typer.Option("--prompts", min=1, help="prompts answered")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="running requests")] = 8,
     seed: Annotated[int, typer.Option(help="of sampling")] = 0,
 ) -> None:
     chosen = names.split(",")

@@ -483,7 +483,7 @@ def _rest_of_epoch(texts: Texts, step: int, batch_tokens: int) -> Iterator[list[
 def measure(
     work_dir: WorkDir,
     target: Target = None,
-    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 96,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 48,
     new_tokens: Annotated[int, typer.Option(help="Written per prompt, at most.")] = 128,
 ) -> None:
     """Count what a real server accepts of five drafts, all verified, at temperature 0 and 1, on prompts never trained on."""

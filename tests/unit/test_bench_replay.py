@@ -37,7 +37,7 @@ def test_a_shipped_trace(name):
     assert "/" not in json.dumps(trace.header)
     assert trace.is_complete.all()
     assert (trace.node_depths > 0).sum(axis=1).tolist() == [recording.num_nodes] * len(trace.steps)
-    assert len(set(trace.steps.tolist())) > 200 and trace.header["prompts"] == 96
+    assert len(set(trace.steps.tolist())) > 200 and trace.header["prompts"] == 32
     # Accepted nodes are one path from the root: as many as the deepest is deep.
     assert (trace.accepted.sum(axis=1) == (trace.accepted * trace.node_depths).max(axis=1)).all()
 
