@@ -586,7 +586,7 @@ def render_card(metrics: dict) -> str:
         for t, found in measured["temperatures"].items()
     )
     evaluations = training["evaluations"]
-    shown = evaluations[:: max(1, len(evaluations) // 8)]
+    shown = evaluations[: -1 : max(1, len(evaluations) // 8)]
     course = "\n".join(f"| {e['step']} | {e['overall']:.2f} |" for e in [*shown, *evaluations[-1:]])
     return f"""# An EAGLE-3 head for SmolLM2-135M-Instruct
 
