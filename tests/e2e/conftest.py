@@ -87,7 +87,11 @@ ARGUMENTS = {
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
     ],
-    "ngram": [*COMMON, *TETRIS, *CRAMPED, "--speculative-tetris-capacity-per-request", "3"],
+    # Alone, a text of four sampled tokens repeats nothing; other requests' do.
+    "ngram": [
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-tetris-capacity-per-request", "3",
+        "--speculative-tetris-shared-texts", "on",
+    ],
     "eagle": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle"),
         "--speculative-tetris-capacity-per-request", "2.5", "--speculative-token-map", TOKEN_MAP,
