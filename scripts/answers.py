@@ -77,7 +77,7 @@ class Writer:
         )
         self.eps, self.hidden = config.rms_norm_eps, config.hidden_size
         ends = target.generation_config.eos_token_id
-        self.ends = torch.tensor(ends if isinstance(ends, list) else [ends])
+        self.ends = set(ends if isinstance(ends, list) else [ends])
         self.dtype = dtype
 
         def cast(*weights: Tensor) -> Tensor:
@@ -197,7 +197,6 @@ class Writer:
         states: list[list[Tensor]] = [[] for _ in texts]
         normalizers: list[list[Tensor]] = [[] for _ in texts]
         lengths, temperatures = torch.zeros(self.slots, dtype=torch.long), torch.zeros(self.slots)
-        ends = set(self.ends.tolist())
         while True:
             for slot in [s for s in range(self.slots) if texts[s] is None]:
                 if (prompt := next(waiting, None)) is None:
@@ -210,8 +209,10 @@ class Writer:
                 first = self._draw(logits, temperatures[slot : slot + 1])
                 tokens[slot] = [*prompt.token_ids, int(first)]
             busy = [s for s in range(self.slots) if texts[s] is not None]
+            if not busy:
+                return
             for slot in busy:
-                if tokens[slot][-1] in ends or len(tokens[slot]) >= self.max_tokens:
+                if tokens[slot][-1] in self.ends or len(tokens[slot]) >= self.max_tokens:
                     yield Answer(
                         texts[slot],
                         torch.tensor(tokens[slot], dtype=torch.int32),
@@ -222,10 +223,6 @@ class Writer:
                     texts[slot], lengths[slot], temperatures[slot] = None, 0, 0.0
             busy = [s for s in busy if texts[s] is not None]
             if not busy:
-                if all(text is None for text in texts) and (following := next(waiting, None)) is None:
-                    return
-                elif all(text is None for text in texts):
-                    waiting = _put_back(following, waiting)
                 continue
             latest = torch.tensor([tokens[s][-1] if texts[s] is not None else 0 for s in range(self.slots)])
             kept = self._decode(latest, lengths)
@@ -236,8 +233,3 @@ class Writer:
                 normalizers[slot].append(normalizer[slot : slot + 1])
                 tokens[slot].append(drawn[slot])
             lengths[busy] += 1
-
-
-def _put_back(first: Prompt, rest: Iterator[Prompt]) -> Iterator[Prompt]:
-    yield first
-    yield from rest

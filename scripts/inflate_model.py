@@ -43,7 +43,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-CACHE_VARIABLE = "SGLANG_TETRIS_CACHE"
+from tetris_sglang.fetch import cache_folder
+
 RECORD_FILE = "inflation.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGET, EAGLE, EAGLE3 = ARCHITECTURES = (
@@ -398,7 +399,7 @@ def ensure_inflated(
     """
     small = _Small(Path(small_folder))
     shape = parse_shape(shape) if isinstance(shape, str) else shape
-    cache = Path(cache_dir or os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "tetris_sglang")
+    cache = Path(cache_dir) if cache_dir else cache_folder()
     key = json.dumps([_FORMAT, _content_hash(small), asdict(shape), dtype, seed])
     folder = cache / f"inflated-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
     if folder.exists():

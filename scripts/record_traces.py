@@ -28,6 +28,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from tetris_sglang.bench.workloads import MOST_CHARS
 from tetris_sglang.config import find_settings
 from tetris_sglang.load import Completion, generate
 from tetris_sglang.models import ensure_target, find_head
@@ -44,8 +45,6 @@ from tetris_sglang.trace import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks/traces"
-MOST_CHARS = 1024
-"""Of a prompt: a CPU should not spend its time on reading."""
 
 
 class Recording(NamedTuple):

@@ -257,9 +257,10 @@ def render_folder(folder: str) -> str:
         f"# {QUESTIONS[folder]}\n",
         "Made by `scripts/render_results.py`. [All questions](../README.md).\n",
     ]
-    if list(compare_default(folder)):
+    if (table_of_all := overview(folder)()) != NOT_MEASURED:
         parts += ["Output tokens per second over no speculation (in brackets the best of SGLang's own):\n"]
-        parts += [overview(folder)()]
+        parts += [table_of_all]
+    comparisons = {comparison.path: comparison for comparison in read_comparisons(folder)}
     for path in sorted((RESULTS / folder).glob("*.json")):
         parts.append(f"## {path.stem}\n")
         results = json.loads(path.read_text())
@@ -273,9 +274,8 @@ def render_folder(folder: str) -> str:
         if path.with_suffix(".md").exists():
             lines.append(f"- every column: [{path.stem}.md]({path.stem}.md)")
         parts.append("\n".join(lines) + "\n")
-        if "samples" in results:
-            comparison = next(c for c in read_comparisons(folder) if c.path == path)
-            verdicts = judge(comparison.cells, results["arms"])
+        if path in comparisons:
+            verdicts = judge(comparisons[path].cells, results["arms"])
             parts.append(
                 "".join(
                     f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})\n"

