@@ -314,10 +314,10 @@ class HeadTrainer(Trainer):
         return super().state() | {"total_steps": self.total_steps, "evaluations": self.evaluations}
 
     def take_over(self, state: dict) -> None:
-        if state["total_steps"] != self.total_steps:
+        if state["total_steps"] > self.total_steps:
             raise typer.BadParameter(
-                f"{self.checkpoint} is of a run of {state['total_steps']} steps: give --steps {state['total_steps']}, or "
-                "name another --work-dir"
+                f"{self.checkpoint} is of a run of {state['total_steps']} steps, --steps {self.total_steps} is less: give as "
+                "many or more, or name another --work-dir"
             )
         super().take_over(state)
         self.evaluations = state["evaluations"]
@@ -384,7 +384,12 @@ def train(
     target: Target = None,
     threads: Threads = 2,
     layer_ids: LayerIds = LAYER_IDS,
-    steps: Annotated[int, typer.Option(help="Of training; decides how the learning rate falls.")] = 2400,
+    steps: Annotated[
+        int,
+        typer.Option(
+            help="Of training; the learning rate falls over the second half. More than a checkpoint's: it rises again."
+        ),
+    ] = 2400,
     vocabulary: Annotated[int, typer.Option(help="Tokens that the head can draft.")] = 6144,
     intermediate: Annotated[int, typer.Option(help="Of its feed-forward layer.")] = 1136,
     batch_tokens: Annotated[int, typer.Option(help="Per step, padding included.")] = 4096,

@@ -117,7 +117,7 @@ def test_weights_stand_in_the_order_of_the_step():
     adjustment = weights.adjust([heavy, plain, silent, plain])
     assert adjustment.weights.tolist() == [4, 1, 0, 1]
     assert adjustment.weights.dtype == torch.float32
-    assert adjustment.num_speculating == 3
+    assert (adjustment.num_speculating, adjustment.mean_weight) == (3, 2.0)
     assert weights.adjust([silent, silent]).num_speculating == 0
 
 
@@ -174,7 +174,7 @@ def test_weighted_selection(weights, capacity, draft_lens):
 
 
 def test_wishes_go_on_top_of_the_pace():
-    pace, wishes = torch.tensor([2.0, 0.5]), Adjustment(torch.tensor([0.0, 4.0]), 1)
+    pace, wishes = torch.tensor([2.0, 0.5]), Adjustment(torch.tensor([0.0, 4.0]), 1, 4.0)
     assert combine_weights(None, None) is None
     assert combine_weights(pace, None) is pace
     assert combine_weights(None, wishes) is wishes.weights

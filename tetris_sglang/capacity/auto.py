@@ -16,18 +16,18 @@ import numpy as np
 
 from tetris_sglang.capacity.accept_curves import AcceptCurves
 from tetris_sglang.capacity.policy import DraftLimits, StepPlan
-from tetris_sglang.capacity.step_time import StepTimeModel
+from tetris_sglang.capacity.step_time import StepShape, StepTimeModel
 
 _GAIN_TO_ENTER = 1.02
 _GAIN_TO_LEAVE = 0.995
 """Of speculation against plain decoding: between them nothing changes."""
 _LEAST_STEPS = 4
 """Steps of one kind before the other kind may follow."""
-_FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 8, 64
-"""Speculative steps after which one goes to the full depth, to see what lies there: each look doubles them."""
-_PROBE_STEPS = 2
-_FIRST_PROBE_AFTER, _LAST_PROBE_AFTER = 64, 2048
-"""Plain steps before a probe: each probe that changes nothing doubles them."""
+_FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 1, 64
+"""Speculative steps after which one does something else: each look doubles them. In turns it goes to the full depth and verifies
+twice as much, to see what lies there and what it takes, and is a plain one, whose time nothing else shows."""
+_CLEAR_GAIN = 1.5
+"""Above which no plain step is worth a look."""
 _LOOK_AT_TEXTS_EVERY = 16
 """Plain steps after which one verifies a few tokens from recent texts, which no pass has to draft."""
 _REQUESTS_PER_LOOK = 8
@@ -35,8 +35,10 @@ _REQUESTS_PER_LOOK = 8
 _DRAW_EVERY = 8
 """Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
 those known to be slower do not."""
-_FIRST_STEPS, _FIRST_DRAFTS = 3, 24
-"""A server's first steps draft to the full depth, whatever is expected of them, until so many drafts were verified."""
+_ALLOWED_SHARE = 0.005
+"""Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful."""
+_FIRST_ALLOWANCE, _MOST_ALLOWANCE, _PLAIN_ALLOWANCE = 3.0, 8.0, 1.0
+"""In plain steps: what a new server may lose beside that, what speculation can save up, and what it leaves to plain decoding."""
 
 
 class _Candidates(NamedTuple):
@@ -55,15 +57,14 @@ class AutoCapacity:
         self._candidates: dict[int, _Candidates] = {}
         self._speculates = True
         self._steps_in_mode = 0
-        self._steps_since_full_depth = 0
+        self._steps_since_look = 0
+        self._looks_deep = False
         self._look_after = _FIRST_LOOK_AFTER
-        self._first_steps = self._first_drafts = 0
-        """That a new server has behind it."""
+        self._allowance = _FIRST_ALLOWANCE
+        """Plain steps' time that may still be lost."""
         self._random = np.random.default_rng(0)
         self._drawn: np.ndarray | None = None
         self._steps_with_drawn = 0
-        self._probe_after = _FIRST_PROBE_AFTER
-        self._probe_steps = 0
         self.expected_gain = 1.0
         """Of the best speculative plan against plain decoding, at the last choice."""
         self.expected_accepted = 0.0
@@ -89,45 +90,61 @@ class AutoCapacity:
         self.expected_accepted = float(emitted[best] - 1)
         self.expected_seconds = float(seconds[0]), float(seconds[best])
         plan = StepPlan(int(found.depths[best]), int(found.capacity_tokens[best]))
-        if self._first_steps < _FIRST_STEPS or self._first_drafts < _FIRST_DRAFTS:
-            chosen = self._look_deep(batch_size, limits, 2 * batch_size)
-            self._first_steps += 1
-            self._first_drafts += chosen.capacity_tokens
-            return chosen
-        return self._keep_or_change(plan, batch_size, limits)
+        return self._keep_or_change(plan, StepShape(batch_size, 0, batch_size, context_tokens), limits)
 
-    def _keep_or_change(self, plan: StepPlan, batch_size: int, limits: DraftLimits) -> StepPlan:
+    def begin_step(self, shape: StepShape) -> None:
+        """A step of this shape begins: what it takes longer than a plain one is charged."""
+        plain = shape._replace(depth=0, rows=shape.batch_size)
+        earned = min(self._allowance, _MOST_ALLOWANCE) + _ALLOWED_SHARE
+        self._allowance = earned - self._count_extra(shape, plain)
+
+    def confirm(self, depth: int, batch_size: int, expected: float | None, accepted: int) -> None:
+        """Of one speculative step: what `AcceptCurves.observe` returned (None: not known), and what came true."""
+        if expected is not None:
+            self.curves.confirm(depth, expected, accepted)
+        self._allowance += accepted / batch_size
+
+    def _count_extra(self, shape: StepShape, plain: StepShape) -> float:
+        """Plain steps that this one takes longer than a plain one."""
+        return max(0.0, self.step_times.predict_step(shape) / self.step_times.predict_step(plain) - 1)
+
+    def _can_afford(self, plan: StepPlan, plain: StepShape, limits: DraftLimits) -> bool:
+        """Even if nothing of it is accepted."""
+        rows = limits.count_rows(plain.batch_size, plan.capacity_tokens)
+        return self._allowance >= self._count_extra(plain._replace(depth=plan.depth, rows=rows), plain)
+
+    def _keep_or_change(self, plan: StepPlan, plain: StepShape, limits: DraftLimits) -> StepPlan:
+        batch_size = plain.batch_size
         self._steps_in_mode += 1
         if self._speculates:
-            if self.expected_gain < _GAIN_TO_LEAVE and self._steps_in_mode > _LEAST_STEPS:
+            is_slower = self.expected_gain < _GAIN_TO_LEAVE and self._steps_in_mode > _LEAST_STEPS
+            if is_slower or self._allowance < 0:
                 self._change_mode()
                 return StepPlan(0, 0)
-            self._steps_since_full_depth += 1
-            if plan.depth == limits.num_steps:
-                self._steps_since_full_depth = 0
-            elif self._steps_since_full_depth >= self._look_after:
-                self._steps_since_full_depth = 0
-                self._look_after = min(2 * self._look_after, _LAST_LOOK_AFTER)
-                return self._look_deep(batch_size, limits, plan.capacity_tokens)
-            return plan
-        if self.expected_gain > _GAIN_TO_ENTER and self._steps_in_mode > _LEAST_STEPS:
-            self._change_mode()
-            return plan
-        if self._steps_in_mode >= self._probe_after:
-            self._probe_steps += 1
-            if self._probe_steps >= _PROBE_STEPS:
-                self._probe_steps = self._steps_in_mode = 0
-                self._probe_after = min(2 * self._probe_after, _LAST_PROBE_AFTER)
-            return self._look_deep(batch_size, limits, batch_size)
+            self._steps_since_look += 1
+            if self._steps_since_look < self._look_after:
+                return plan
+            self._steps_since_look = 0
+            self._look_after = min(2 * self._look_after, _LAST_LOOK_AFTER)
+            self._looks_deep = not self._looks_deep or self.expected_gain > _CLEAR_GAIN
+            return self._look_deep(batch_size, limits, 2 * plan.capacity_tokens) if self._looks_deep else StepPlan(0, 0)
+        if self._steps_in_mode > _LEAST_STEPS:
+            if self.expected_gain > _GAIN_TO_ENTER and self._allowance > 0:
+                self._change_mode()
+                return plan
+            # One that brings in what it costs is followed by another.
+            look = self._look_deep(batch_size, limits, batch_size)
+            if self._can_afford(look, plain, limits):
+                return look
         if limits.depths[0] == 0 and self._steps_in_mode % _LOOK_AT_TEXTS_EVERY == 0:
             return limits.fit(batch_size, 0, max(1, batch_size // _REQUESTS_PER_LOOK))
         return StepPlan(0, 0)
 
     def _change_mode(self) -> None:
         self._speculates = not self._speculates
-        self._steps_in_mode = self._probe_steps = 0
-        if self._speculates:
-            self._probe_after = _FIRST_PROBE_AFTER
+        self._steps_in_mode = 0
+        if not self._speculates:
+            self._allowance = min(self._allowance, _PLAIN_ALLOWANCE)
 
     @staticmethod
     def _look_deep(batch_size: int, limits: DraftLimits, capacity_tokens: int) -> StepPlan:

@@ -75,7 +75,9 @@ class StepPlanner:
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         plan = self._ranks.agree(plan)
         rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
-        self._clock.describe(StepShape(batch_size, plan.depth, rows, context_tokens))
+        shape = StepShape(batch_size, plan.depth, rows, context_tokens)
+        self._clock.describe(shape)
+        self._auto.begin_step(shape)
         if not plan.capacity_tokens:
             self._unconfirmed.append(None)
         return plan
@@ -86,11 +88,14 @@ class StepPlanner:
         most = num_speculating * self._limits.count_nodes(plan.depth) if num_speculating else 0
         return StepPlan(plan.depth, min(plan.capacity_tokens, most)) if most else StepPlan(0, 0)
 
-    def after_draft(self, proposal: Proposal, plan: StepPlan, pace_weights: Tensor | None = None) -> None:
+    def after_draft(
+        self, proposal: Proposal, plan: StepPlan, weights: Tensor | None = None, mean_weight: float = 1.0
+    ) -> None:
         """Look at what a step drafted; later steps are planned from it.
 
         Args:
-            pace_weights: [batch] float32, 1 at the mean pace, what a token of each request counts; None: as much as any.
+            weights: [batch] float32, what a token of each request counts; None: as much as any. 0: selection cannot take it.
+            mean_weight: what counts as much as one token.
         """
         if self._auto is None:
             return
@@ -102,9 +107,9 @@ class StepPlanner:
                 depths = least_passes(proposal.evidence, num_continued)
         else:
             depths = proposal.shape.depths[:, 1:]
-        if pace_weights is not None:
+        if weights is not None:
             # A row more is worth what it counts. `AcceptCurves.confirm` holds the sum against what is accepted.
-            survival = survival * pace_weights[:, None]
+            survival = survival * (weights / mean_weight)[:, None]
         curves = HostCopy(measure_curves(survival, depths, plan.depth, self._shares))
         step = _DraftedStep(curves, plan.depth, len(proposal.tokens), plan.capacity_tokens)
         self._unread.append(step)
@@ -116,8 +121,8 @@ class StepPlanner:
             return
         step = self._unconfirmed.popleft()
         self._read_curves()
-        if step is not None and step.expected is not None:
-            self._auto.curves.confirm(step.depth, step.expected, accepted)
+        if step is not None:
+            self._auto.confirm(step.depth, step.batch_size, step.expected, accepted)
 
     def after_prefill(self) -> None:
         self._clock.interrupt()

@@ -45,6 +45,8 @@ class Adjustment(NamedTuple):
     """[batch] float32 on the batch's device: 0 for a request that is to get no drafts, else its weight."""
     num_speculating: int
     """Requests with a weight above 0."""
+    mean_weight: float
+    """Of these; 1 where there are none."""
 
 
 def parse(custom_params: Mapping[str, Any] | None) -> RequestOptions:
@@ -111,7 +113,9 @@ class RequestWeights:
         if all(option is DEFAULT for option in options):
             return None
         weights = [float(option.weight) if option.speculate else 0.0 for option in options]
-        return Adjustment(send(weights, self._device), sum(option.speculate for option in options))
+        num_speculating = sum(option.speculate for option in options)
+        mean_weight = sum(weights) / num_speculating if num_speculating else 1.0
+        return Adjustment(send(weights, self._device), num_speculating, mean_weight)
 
 
 def combine_weights(pace_weights: Tensor | None, adjustment: Adjustment | None) -> Tensor | None:

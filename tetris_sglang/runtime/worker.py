@@ -243,8 +243,10 @@ class TetrisWorker(BaseSpecWorker):
         with self.phases("select"):
             if proposal is not None:
                 pace_weights = None if self._pace is None else self._pace.weights(batch.req_pool_indices)
-                self.planner.after_draft(proposal, plan, pace_weights)
                 weights = combine_weights(pace_weights, adjustment)
+                self.planner.after_draft(
+                    proposal, plan, weights, 1.0 if adjustment is None else adjustment.mean_weight
+                )
                 draft_lens = self._operations.select_drafts(proposal, capacity_tokens, weights)
             # SGLang reads results in rows of a fixed width.
             max_depth = depth + self._draft.num_continued if capacity_tokens else 0
