@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Every comparison of servers under benchmarks/results, at this commit, on a machine that does nothing else. Some hours on two
+# cores; what an earlier call has finished stays. Then: .venv/bin/python scripts/render_results.py
+#
+#     scripts/measure_results.sh [NAME...]        # e.g. real-text/sharegpt-greedy; default: all
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+wanted=("$@")
+
+measure() { # NAME, then options of `tetris-sglang bench`
+    local name=$1 out=benchmarks/results/$1.json resume=()
+    shift
+    if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
+    if [ -e "$out" ]; then resume=(--resume); fi
+    echo "== $name"
+    .venv/bin/tetris-sglang bench --out "$out" --turn-seconds 5 --output-len 64 --waves 3 "${resume[@]}" "$@"
+}
+
+# SGLang's best k, found once: 2 for the head, 3 for n-grams.
+compare() { # NAME, temperature, then the workload's options
+    local name=$1 temperature=$2
+    shift 2
+    local common=(--arms none,auto,sglang,tetris --capacity-tokens none --extra 2 --temperature "$temperature" "$@")
+    measure "real-text/$name-head" "${common[@]}" --drafts eagle3 --k 2
+    if [ "$temperature" != 1 ]; then measure "real-text/$name-ngram" "${common[@]}" --drafts ngram --k 3; fi
+}
+
+for workload in sharegpt humaneval; do
+    loads=1,4,16
+    if [ $workload = sharegpt ]; then loads=1,4,8,16,32; fi
+    for temperature in 0 0.7 1; do
+        compare $workload-$temperature $temperature --workload $workload --concurrency $loads
+    done
+    measure real-text/$workload-0-useless --arms none,auto,sglang --drafts useless --k 2 --workload $workload --concurrency $loads
+done
+measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k 2 --lengths equal --concurrency 1,4,16
+measure paper/sharegpt-0-head --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 \
+    --concurrency 16
+measure ablations/sharegpt-0-head --arms none,auto --drafts eagle3 --continued 0,6 \
+    --variants fairness=0,shared-texts=on --concurrency 4,16
+measure ablations/sharegpt-0-calibration --arms none,auto --drafts eagle3 --continued 0 --variants calibration=off \
+    --concurrency 4,16
+measure ablations/sharegpt-0-trees --arms none,auto --drafts eagle3 --topk 1,3 --concurrency 1,4,16
