@@ -369,6 +369,9 @@ def test_auto_is_what_automatic_capacity_converges_to(make, quality, batch_size)
         tokens = total_s = 0.0
         for _ in range(num_steps):
             plan = choose()
+            shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens, context_tokens)
+            if learns:
+                real.begin_step(shape)
             accepted = np.zeros(batch_size, np.int64)
             seconds = costs.target_s[batch_size + plan.capacity_tokens] + costs.host_s[batch_size]
             seconds += costs.context_s * context_tokens
@@ -382,10 +385,8 @@ def test_auto_is_what_automatic_capacity_converges_to(make, quality, batch_size)
                 if learns:
                     curves = measure_curves(survival, needed, plan.depth, shares)
                     expected = real.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
-                    real.curves.confirm(plan.depth, expected, int(accepted.sum()))
+                    real.confirm(plan.depth, batch_size, expected, int(accepted.sum()))
             if learns:
-                num_rows = batch_size + plan.capacity_tokens
-                shape = StepShape(batch_size, plan.depth, num_rows, context_tokens)
                 real.step_times.observe(shape, seconds)
             at = (at + accepted + 1) % len(rows.accepted)
             tokens, total_s = tokens + batch_size + accepted.sum(), total_s + seconds
