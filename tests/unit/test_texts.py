@@ -16,9 +16,9 @@ from tetris_sglang.selection import Calibration, EvidenceOffsets
 SLOTS, COLUMNS, WIDTH = 6, 40, 4
 
 
-def make_texts(columns: int = COLUMNS) -> RequestTexts:
+def make_texts(columns: int = COLUMNS, are_shared: bool = True) -> RequestTexts:
     pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, columns, dtype=torch.int32))
-    return RequestTexts(pool, vocab_size=99, most_emitted=WIDTH, are_shared=True)
+    return RequestTexts(pool, vocab_size=99, most_emitted=WIDTH, are_shared=are_shared)
 
 
 def make_batch(slots: list[int], texts: dict[int, list[int]]):
@@ -137,3 +137,37 @@ def test_a_copied_token_teaches_its_kind_and_no_score():
     assert offsets[FIRST_COPIED + 1] < INITIAL_OFFSETS[FIRST_COPIED + 1]  # rejected
     counts = {cell.depth: cell.count for cell in calibration.reliability().bins}
     assert set(counts) == {1}  # both tokens of the second level were copied
+
+
+def test_what_plain_steps_write_is_found_once_it_is_looked_for():
+    """Whoever runs beside it, comes or goes: as if every step had been written down by itself."""
+    rng = random.Random(1)
+    together, one_by_one, known = make_texts(are_shared=False), make_texts(are_shared=False), {}
+    for _ in range(200):
+        kind = rng.random()
+        if not known or kind < 0.1:
+            slots = rng.sample(range(SLOTS), rng.randint(1, 2))
+            for slot in slots:
+                known[slot] = [rng.randrange(4) for _ in range(rng.randint(2, 6))]
+            for texts in (together, one_by_one):
+                newest = torch.tensor([known[slot][-1] for slot in slots])
+                texts.add_prompts(make_batch(slots, known), newest)
+            requests = {slot: object() for slot in known}
+            continue
+        slots = sorted(slot for slot in known if len(known[slot]) + WIDTH < COLUMNS)
+        if not slots:
+            known.clear()
+            continue
+        batch = make_batch(slots, known)
+        batch.reqs = [requests[slot] for slot in slots]
+        width = 1 if kind < 0.8 else 3
+        emitted, counts = torch.randint(4, (len(slots), width)), torch.full((len(slots),), width)
+        for texts in (together, one_by_one):
+            texts.append(batch, emitted, counts)
+        one_by_one.flush()
+        for slot, row in zip(slots, emitted.tolist(), strict=True):
+            known[slot] += row
+        if kind > 0.7:
+            together.flush()
+            found, expected = (texts.recent.find(torch.tensor(slots), 3) for texts in (together, one_by_one))
+            assert all(map(torch.equal, found, expected))

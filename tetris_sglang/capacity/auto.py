@@ -37,7 +37,7 @@ _DRAW_EVERY = 8
 those known to be slower do not."""
 _ALLOWED_SHARE = 0.005
 """Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful."""
-_FIRST_ALLOWANCE, _MOST_ALLOWANCE, _PLAIN_ALLOWANCE = 3.0, 8.0, 1.0
+_FIRST_ALLOWANCE, _MOST_ALLOWANCE, _PLAIN_ALLOWANCE = 2.0, 8.0, 1.0
 """In plain steps: what a new server may lose beside that, what speculation can save up, and what it leaves to plain decoding."""
 
 

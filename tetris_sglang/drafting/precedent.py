@@ -44,11 +44,12 @@ NUM_EVIDENCE = 2 * _KINDS
 COPIED_PROB = 0.5
 """What stands for the model's probability of a copied or continued token. Calibrated, it is worth what its kind has been."""
 INITIAL_OFFSETS = (
-    *(*[0.0] * FIRST_COPIED, -3.0, -2.5, -2.0, -1.5, 0.0, 0.0, 0.5, 1.0, 1.5, 0.0),
-    *(*[0.0] * FIRST_COPIED, -4.0, -3.5, -3.0, -2.5, -1.5, -0.5, 0.0, 0.5, 1.0, 0.0),
+    *(*[0.0] * FIRST_COPIED, -3.0, -2.5, -2.0, -1.5, -1.5, 0.0, 0.8, 1.7, 2.2, 0.0),
+    *(*[0.0] * FIRST_COPIED, -4.0, -3.5, -3.0, -2.5, -2.5, -1.0, 0.0, 0.7, 1.2, 0.0),
 )
 """Log-odds of each kind before anything was seen. A copied token counts for little: drafts that contradict the text have to
-fail first, so a draft that is always right keeps all of its tokens. A continued one takes no model's place."""
+fail first, so a draft that is always right keeps all of its tokens. A continued one takes no model's place: it begins with what
+such tokens were worth in sampled answers of SmolLM2-135M-Instruct (0.16, 0.46, 0.69 and 0.90 accepted, by rising match length)."""
 
 
 class Precedent(NamedTuple):

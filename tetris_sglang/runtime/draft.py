@@ -289,6 +289,8 @@ class ModelDraft:
                 batch.spec_info from `make_draft_input`, batch.seq_lens [batch] = tokens with target KV.
             depth: 0..num_steps; 0: from their texts alone, where chains go on.
         """
+        if self.texts is not None:
+            self.texts.flush()
         if depth == 0:
             precedent = self.texts.recent.find(batch.req_pool_indices, self.num_continued)
             return continue_texts(precedent, self.calibrate)

@@ -45,6 +45,7 @@ class NgramDraft:
 
     def propose(self, batch, depth: int) -> Proposal:
         """See `ModelDraft.propose`."""
+        self.texts.flush()
         rows = batch.req_pool_indices
         precedent = self.texts.recent.find(rows, depth)
         shared = precedent.match_lens[:, None] + torch.arange(depth, device=rows.device)

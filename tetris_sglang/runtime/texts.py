@@ -13,6 +13,10 @@ from tetris_sglang.drafting import RecentTexts
 from tetris_sglang.runtime.host_copy import send
 
 
+_MOST_WAITING = 32
+"""Plain steps whose tokens wait to be written together."""
+
+
 class RequestTexts:
     """Prompt and output of the request in every slot and, if shared, what others, running or ended, have to say to it.
 
@@ -42,7 +46,9 @@ class RequestTexts:
             if are_searched
             else None
         )
-        """Where precedents are found."""
+        """Where precedents are found, after `flush`."""
+        self._waiting: list[Tensor] = []
+        self._waiting_for: tuple[Sequence, Tensor] = (), torch.empty(0)
 
     def add_prompts(self, batch, next_token_ids: Tensor) -> None:
         """Write down what an extend batch read, prefixes from the cache included, and the token after it.
@@ -65,6 +71,7 @@ class RequestTexts:
 
     def _begin(self, reqs: Sequence, rows: Tensor, texts: Sequence[Tensor], next_token_ids: Tensor) -> None:
         """Tell the recent texts of an extend batch."""
+        self.flush()
         device = self.tokens.device
         places = self.recent.place(
             [req.kv.req_pool_idx for req in reqs],
@@ -92,12 +99,29 @@ class RequestTexts:
         places = torch.arange(target_tokens.shape[1], device=batch.seq_lens.device)
         rows = batch.req_pool_indices
         self.tokens[rows[:, None], batch.seq_lens[:, None] + (places + 1)] = target_tokens.to(torch.int32)
-        if self.recent is not None:
+        if self.recent is None:
+            return
+        is_plain = target_tokens.shape[1] == 1
+        if not is_plain or len(self._waiting) == _MOST_WAITING or self._waiting_for[0] != batch.reqs:
+            self.flush()
+        if is_plain:
+            # Writing many tokens takes as long as writing one, and nobody looks before `flush`.
+            self._waiting.append(target_tokens)
+            self._waiting_for = list(batch.reqs), rows
+        else:
             self.recent.append(rows, target_tokens, counts)
+
+    def flush(self) -> None:
+        """Let `recent` have what plain steps wrote. Sync: none."""
+        if self._waiting:
+            rows, tokens = self._waiting_for[1], torch.cat(self._waiting, dim=1)
+            self._waiting.clear()
+            self.recent.append(rows, tokens, torch.full_like(rows, tokens.shape[1]))
 
     def forget(self) -> None:
         """SGLang's cache is flushed: nothing is found any more in what requests wrote. Sync: none."""
         if self.recent is not None:
+            self.flush()
             self.recent.forget()
 
     def count(self, rows: Tensor, starts: Tensor, ends: Tensor, most: int, vocab_size: int) -> Tensor:

@@ -303,7 +303,8 @@ class TetrisWorker(BaseSpecWorker):
             rows = batch.req_pool_indices
             if self.recorder is not None:
                 self.recorder.add(proposal, grid, accepted, packed.verify_lens, rows, depth)
-            if self._pace is not None:
+            if self._pace is not None and capacity_tokens:
+                # A plain step is as fast for everybody.
                 self._pace.observe(rows, accept_lens)
             if proposal is not None and self.learner is not None:
                 self.learner.add(proposal, grid, accepted, packed.verify_lens)
