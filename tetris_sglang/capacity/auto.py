@@ -28,8 +28,9 @@ _FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 1, 64
 twice as much, to see what lies there and what it takes, and is a plain one, whose time nothing else shows."""
 _CLEAR_GAIN = 1.5
 """Above which no plain step is worth a look."""
-_LOOK_AT_TEXTS_EVERY = 16
-"""Plain steps after which one verifies a few tokens from recent texts, which no pass has to draft."""
+_FIRST_LOOK_AT_TEXTS, _TEXTS_SHARE = 16, 0.0025
+"""Plain steps after which one verifies a few tokens from recent texts, which no pass has to draft; more where that would take
+more than such a share of all time."""
 _REQUESTS_PER_LOOK = 8
 """Requests that share one such token."""
 _DRAW_EVERY = 8
@@ -59,6 +60,7 @@ class AutoCapacity:
         self._steps_in_mode = 0
         self._steps_since_look = 0
         self._looks_deep = False
+        self._steps_without_texts = 0
         self._look_after = _FIRST_LOOK_AFTER
         self._allowance = _FIRST_ALLOWANCE
         """Plain steps' time that may still be lost."""
@@ -105,13 +107,12 @@ class AutoCapacity:
         self._allowance += accepted / batch_size
 
     def _count_extra(self, shape: StepShape, plain: StepShape) -> float:
-        """Plain steps that this one takes longer than a plain one."""
         return max(0.0, self.step_times.predict_step(shape) / self.step_times.predict_step(plain) - 1)
 
-    def _can_afford(self, plan: StepPlan, plain: StepShape, limits: DraftLimits) -> bool:
-        """Even if nothing of it is accepted."""
+    def _price(self, plan: StepPlan, plain: StepShape, limits: DraftLimits) -> float:
+        """Plain steps that such a step takes longer than a plain one."""
         rows = limits.count_rows(plain.batch_size, plan.capacity_tokens)
-        return self._allowance >= self._count_extra(plain._replace(depth=plan.depth, rows=rows), plain)
+        return self._count_extra(plain._replace(depth=plan.depth, rows=rows), plain)
 
     def _keep_or_change(self, plan: StepPlan, plain: StepShape, limits: DraftLimits) -> StepPlan:
         batch_size = plain.batch_size
@@ -134,10 +135,14 @@ class AutoCapacity:
                 return plan
             # One that brings in what it costs is followed by another.
             look = self._look_deep(batch_size, limits, batch_size)
-            if self._can_afford(look, plain, limits):
+            if self._allowance >= self._price(look, plain, limits):
                 return look
-        if limits.depths[0] == 0 and self._steps_in_mode % _LOOK_AT_TEXTS_EVERY == 0:
-            return limits.fit(batch_size, 0, max(1, batch_size // _REQUESTS_PER_LOOK))
+        self._steps_without_texts += 1
+        if limits.depths[0] == 0 and self._steps_without_texts >= _FIRST_LOOK_AT_TEXTS:
+            look = limits.fit(batch_size, 0, max(1, batch_size // _REQUESTS_PER_LOOK))
+            if self._steps_without_texts * _TEXTS_SHARE >= self._price(look, plain, limits):
+                self._steps_without_texts = 0
+                return look
         return StepPlan(0, 0)
 
     def _change_mode(self) -> None:
