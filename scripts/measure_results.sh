@@ -14,16 +14,20 @@ measure() { # NAME, then options of `tetris-sglang bench`
     if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
     if [ -e "$out" ]; then resume=(--resume); fi
     echo "== $name"
-    .venv/bin/tetris-sglang bench --out "$out" --turn-seconds 5 --output-len 64 --waves 3 "${resume[@]}" "$@"
+    .venv/bin/tetris-sglang bench --out "$out" --turn-seconds 5 --output-len 64 --waves 3 --prompts 6 "${resume[@]}" "$@"
 }
 
-# SGLang's best k, found once: 2 for the head, 3 for n-grams.
+# SGLang's own at its best k, which real-text/best-k has.
+HEAD_K=2
+NGRAM_K=3
+measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4 --concurrency 4
+
 compare() { # NAME, temperature, then the workload's options
     local name=$1 temperature=$2
     shift 2
     local common=(--arms none,auto,sglang,tetris --capacity-tokens none --extra 2 --temperature "$temperature" "$@")
-    measure "real-text/$name-head" "${common[@]}" --drafts eagle3 --k 2
-    if [ "$temperature" != 1 ]; then measure "real-text/$name-ngram" "${common[@]}" --drafts ngram --k 3; fi
+    measure "real-text/$name-head" "${common[@]}" --drafts eagle3 --k $HEAD_K
+    if [ "$temperature" != 1 ]; then measure "real-text/$name-ngram" "${common[@]}" --drafts ngram --k $NGRAM_K; fi
 }
 
 for workload in sharegpt humaneval; do
@@ -32,9 +36,9 @@ for workload in sharegpt humaneval; do
     for temperature in 0 0.7 1; do
         compare $workload-$temperature $temperature --workload $workload --concurrency $loads
     done
-    measure real-text/$workload-0-useless --arms none,auto,sglang --drafts useless --k 2 --workload $workload --concurrency $loads
+    measure real-text/$workload-0-useless --arms none,auto,sglang --drafts useless --k $HEAD_K --workload $workload --concurrency $loads
 done
-measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k 2 --lengths equal --concurrency 1,4,16
+measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k $HEAD_K --lengths equal --concurrency 1,4,16
 measure paper/sharegpt-0-head --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 \
     --concurrency 16
 measure ablations/sharegpt-0-head --arms none,auto --drafts eagle3 --continued 0,6 \
