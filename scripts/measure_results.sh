@@ -2,7 +2,7 @@
 # Every comparison of servers under benchmarks/results, at this commit, on a machine that does nothing else. Some hours on two
 # cores; what an earlier call has finished stays. Then: .venv/bin/python scripts/render_results.py
 #
-#     scripts/measure_results.sh [NAME...]        # e.g. real-text/sharegpt-greedy; default: all
+#     scripts/measure_results.sh [NAME...]        # e.g. real-text/sharegpt-0-head; default: all
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,8 +18,8 @@ measure() { # NAME, then options of `tetris-sglang bench`
 }
 
 # SGLang's own at its best k, which real-text/best-k has.
-HEAD_K=2
-NGRAM_K=3
+HEAD_K=1
+NGRAM_K=1
 measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4 --concurrency 4
 
 compare() { # NAME, temperature, then the workload's options
@@ -30,13 +30,18 @@ compare() { # NAME, temperature, then the workload's options
     if [ "$temperature" != 1 ]; then measure "real-text/$name-ngram" "${common[@]}" --drafts ngram --k $NGRAM_K; fi
 }
 
+useless() { # workload, loads
+    measure "real-text/$1-0-useless" --arms none,auto,sglang --drafts useless --k $HEAD_K --workload "$1" --concurrency "$2"
+}
+
+compare sharegpt-0 0 --workload sharegpt --concurrency 1,4,8,16,32
+useless sharegpt 1,4,8,16,32
+compare humaneval-0 0 --workload humaneval --concurrency 1,4,16
+useless humaneval 1,4,16
 for workload in sharegpt humaneval; do
-    loads=1,4,16
-    if [ $workload = sharegpt ]; then loads=1,4,8,16,32; fi
-    for temperature in 0 0.7 1; do
-        compare $workload-$temperature $temperature --workload $workload --concurrency $loads
+    for temperature in 0.7 1; do
+        compare $workload-$temperature $temperature --workload $workload --concurrency 1,4,16
     done
-    measure real-text/$workload-0-useless --arms none,auto,sglang --drafts useless --k $HEAD_K --workload $workload --concurrency $loads
 done
 measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k $HEAD_K --lengths equal --concurrency 1,4,16
 measure paper/sharegpt-0-head --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 \

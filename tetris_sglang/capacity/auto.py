@@ -92,13 +92,11 @@ class AutoCapacity:
         self.expected_accepted = float(emitted[best] - 1)
         self.expected_seconds = float(seconds[0]), float(seconds[best])
         plan = StepPlan(int(found.depths[best]), int(found.capacity_tokens[best]))
-        return self._keep_or_change(plan, StepShape(batch_size, 0, batch_size, context_tokens), limits)
+        return self._keep_or_change(plan, batch_size, context_tokens, limits)
 
     def begin_step(self, shape: StepShape) -> None:
         """A step of this shape begins: what it takes longer than a plain one is charged."""
-        plain = shape._replace(depth=0, rows=shape.batch_size)
-        earned = min(self._allowance, _MOST_ALLOWANCE) + _ALLOWED_SHARE
-        self._allowance = earned - self._count_extra(shape, plain)
+        self._allowance = min(self._allowance, _MOST_ALLOWANCE) + _ALLOWED_SHARE - self._price(shape)
 
     def confirm(self, depth: int, batch_size: int, expected: float | None, accepted: int) -> None:
         """Of one speculative step: what `AcceptCurves.observe` returned (None: not known), and what came true."""
@@ -106,16 +104,14 @@ class AutoCapacity:
             self.curves.confirm(depth, expected, accepted)
         self._allowance += accepted / batch_size
 
-    def _count_extra(self, shape: StepShape, plain: StepShape) -> float:
+    def _price(self, shape: StepShape) -> float:
+        """Plain steps that such a step takes longer than a plain one."""
+        plain = shape._replace(depth=0, rows=shape.batch_size)
         return max(0.0, self.step_times.predict_step(shape) / self.step_times.predict_step(plain) - 1)
 
-    def _price(self, plan: StepPlan, plain: StepShape, limits: DraftLimits) -> float:
-        """Plain steps that such a step takes longer than a plain one."""
-        rows = limits.count_rows(plain.batch_size, plan.capacity_tokens)
-        return self._count_extra(plain._replace(depth=plan.depth, rows=rows), plain)
-
-    def _keep_or_change(self, plan: StepPlan, plain: StepShape, limits: DraftLimits) -> StepPlan:
-        batch_size = plain.batch_size
+    def _keep_or_change(
+        self, plan: StepPlan, batch_size: int, context_tokens: float, limits: DraftLimits
+    ) -> StepPlan:
         self._steps_in_mode += 1
         if self._speculates:
             is_slower = self.expected_gain < _GAIN_TO_LEAVE and self._steps_in_mode > _LEAST_STEPS
@@ -128,19 +124,22 @@ class AutoCapacity:
             self._steps_since_look = 0
             self._look_after = min(2 * self._look_after, _LAST_LOOK_AFTER)
             self._looks_deep = not self._looks_deep or self.expected_gain > _CLEAR_GAIN
-            return self._look_deep(batch_size, limits, 2 * plan.capacity_tokens) if self._looks_deep else StepPlan(0, 0)
-        if self._steps_in_mode > _LEAST_STEPS:
-            if self.expected_gain > _GAIN_TO_ENTER and self._allowance > 0:
+            if not self._looks_deep:
+                return StepPlan(0, 0)
+            return self._look_deep(batch_size, limits, 2 * plan.capacity_tokens)
+        if self._steps_in_mode > _LEAST_STEPS and self._allowance > 0:
+            if self.expected_gain > _GAIN_TO_ENTER:
                 self._change_mode()
                 return plan
             # One that brings in what it costs is followed by another.
             look = self._look_deep(batch_size, limits, batch_size)
-            if self._allowance >= self._price(look, plain, limits):
+            if self._allowance >= self._price(limits.shape_of(look, batch_size, context_tokens)):
                 return look
         self._steps_without_texts += 1
         if limits.depths[0] == 0 and self._steps_without_texts >= _FIRST_LOOK_AT_TEXTS:
             look = limits.fit(batch_size, 0, max(1, batch_size // _REQUESTS_PER_LOOK))
-            if self._steps_without_texts * _TEXTS_SHARE >= self._price(look, plain, limits):
+            price = self._price(limits.shape_of(look, batch_size, context_tokens))
+            if self._steps_without_texts * _TEXTS_SHARE >= price:
                 self._steps_without_texts = 0
                 return look
         return StepPlan(0, 0)

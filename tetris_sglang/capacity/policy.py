@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from tetris_sglang.capacity.step_time import StepShape
+
 
 class StepPlan(NamedTuple):
     """What a step does; decided on the host."""
@@ -50,6 +52,12 @@ class DraftLimits:
     def count_rows(self, batch_size: int, capacity_tokens: int) -> int:
         """Rows of the target's pass."""
         return self.fit_rows(batch_size, batch_size + capacity_tokens) or batch_size + capacity_tokens
+
+    def shape_of(self, plan: StepPlan, batch_size: int, context_tokens: float = 0.0) -> StepShape:
+        """What the time of a step planned so depends on."""
+        return StepShape(
+            batch_size, plan.depth, self.count_rows(batch_size, plan.capacity_tokens), context_tokens
+        )
 
 
 class CapacityPolicy(Protocol):

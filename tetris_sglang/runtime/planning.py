@@ -13,7 +13,6 @@ from tetris_sglang.capacity import (
     CapacityPolicy,
     DraftLimits,
     StepPlan,
-    StepShape,
     measure_curves,
 )
 from tetris_sglang.drafting import Proposal, least_passes
@@ -74,8 +73,7 @@ class StepPlanner:
         context_tokens = _count_context_tokens(batch)
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         plan = self._ranks.agree(plan)
-        rows = self._limits.count_rows(batch_size, plan.capacity_tokens)
-        shape = StepShape(batch_size, plan.depth, rows, context_tokens)
+        shape = self._limits.shape_of(plan, batch_size, context_tokens)
         self._clock.describe(shape)
         self._auto.begin_step(shape)
         if not plan.capacity_tokens:
@@ -109,7 +107,7 @@ class StepPlanner:
             depths = proposal.shape.depths[:, 1:]
         if weights is not None:
             # A row more is worth what it counts. `AcceptCurves.confirm` holds the sum against what is accepted.
-            survival = survival * (weights / mean_weight)[:, None]
+            survival = survival * (weights if mean_weight == 1 else weights / mean_weight)[:, None]
         curves = HostCopy(measure_curves(survival, depths, plan.depth, self._shares))
         step = _DraftedStep(curves, plan.depth, len(proposal.tokens), plan.capacity_tokens)
         self._unread.append(step)

@@ -12,7 +12,6 @@ from torch import Tensor
 from tetris_sglang.drafting import RecentTexts
 from tetris_sglang.runtime.host_copy import send
 
-
 _MOST_WAITING = 32
 """Plain steps whose tokens wait to be written together."""
 
@@ -106,8 +105,10 @@ class RequestTexts:
             self.flush()
         if is_plain:
             # Writing many tokens takes as long as writing one, and nobody looks before `flush`.
+            if not self._waiting:
+                # SGLang writes into its own rows again; these are read by a later step.
+                self._waiting_for = list(batch.reqs), rows.clone()
             self._waiting.append(target_tokens)
-            self._waiting_for = list(batch.reqs), rows
         else:
             self.recent.append(rows, target_tokens, counts)
 

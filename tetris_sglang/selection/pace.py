@@ -7,7 +7,7 @@ token counts by what it adds to the sum over requests of
 
     U(x) = x^(1 - a) / (1 - a)        (log x for a = 1),
 
-x the tokens per step that the request has been emitting so far: its survivals are multiplied with x^-a. One weight for all of
+x the tokens that the request has been emitting per step that verified drafts: its survivals are multiplied with x^-a. One weight for all of
 a request's tokens, so the choice stays prefix-closed, and a request that is fast because it is in a stretch that repeats
 itself keeps that stretch. a = 0 is TETRIS as the paper has it.
 """
@@ -25,7 +25,7 @@ MEAN_DECAY = 0.98
 
 
 class RequestPace:
-    """Tokens per step that every running request has emitted, and what follows for its drafts.
+    """Tokens per speculative step that every running request has emitted, and what follows for its drafts.
 
     Args:
         num_slots: request slots. fairness: a, above 0.

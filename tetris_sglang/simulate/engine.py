@@ -231,7 +231,8 @@ def _simulate(requests, table, costs, plans, setup, times):
                     tail[r] = -1
             else:
                 kept = 0
-                if is_fair:
+                # A plain step is as fast for everybody.
+                if is_fair and step_counts[r, 1] > 0:
                     all_tokens[r] *= MEAN_DECAY
                     all_own_steps[r] *= MEAN_DECAY
                     for i in range(num_running[r]):

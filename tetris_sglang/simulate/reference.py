@@ -178,13 +178,16 @@ def _end_step(replica, requests, table, times, now) -> int:
             replica.running.append(_Running(request, row, left, context))
             finished += [request] if left == 0 else []
     else:
-        replica.emitted *= MEAN_DECAY
-        replica.steps *= MEAN_DECAY
+        has_drafts = replica.step[4]
+        if has_drafts:
+            replica.emitted *= MEAN_DECAY
+            replica.steps *= MEAN_DECAY
         for one, emitted in zip(replica.running, replica.step[1], strict=True):
-            replica.emitted += emitted
-            replica.steps += 1.0
-            one.emitted = one.emitted * (1 - 1 / MEMORY_STEPS) + emitted
-            one.steps = one.steps * (1 - 1 / MEMORY_STEPS) + 1.0
+            if has_drafts:
+                replica.emitted += emitted
+                replica.steps += 1.0
+                one.emitted = one.emitted * (1 - 1 / MEMORY_STEPS) + emitted
+                one.steps = one.steps * (1 - 1 / MEMORY_STEPS) + 1.0
             kind = requests.class_ids[one.request]
             start, end = table.class_starts[kind : kind + 2]
             one.row = int(start + (one.row + emitted - start) % (end - start))
