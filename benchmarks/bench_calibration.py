@@ -34,12 +34,8 @@ from timing import (
     write_results,
 )
 
-from tetris_sglang.selection import (
-    Calibration,
-    chain_outcomes,
-    select_prefixes,
-    survival_from_probs,
-)
+from tetris_sglang.estimates import Calibration, chain_outcomes
+from tetris_sglang.selection import select_prefixes, survival_from_probs
 
 BATCHES = [1, 16, 64, 256, 1024]
 PARTS = ["apply_level", "apply_all", "outcomes", "observe", "refresh", "select"]

@@ -62,7 +62,7 @@ class Pass:
     ):
         from sglang.srt.layers.radix_attention import RadixAttention
 
-        from tetris_sglang.runtime.cpu.attention import TorchRaggedBackend
+        from tetris_sglang.portable_cpu.attention import TorchRaggedBackend
 
         generator = torch.Generator().manual_seed(seed)
         self.heads, self.kv_heads, self.group = heads, kv_heads, heads // kv_heads

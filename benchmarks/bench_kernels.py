@@ -26,8 +26,8 @@ from timing import describe_run, summarise, summarise_ratio
 
 from tetris_sglang.kernels.accept import accept_rows
 from tetris_sglang.kernels.pack import pack_rows
-from tetris_sglang.kernels.reference import accept_rows_reference, pack_rows_reference
 from tetris_sglang.kernels.select import fits_one_launch, select_drafts
+from tetris_sglang.packing import accept_rows_reference, pack_rows_reference
 from tetris_sglang.selection import fill_capacity, survival_from_probs
 
 DEPTHS = [2, 4, 6, 8, 16]

@@ -32,9 +32,10 @@ from timing import (
     write_results,
 )
 
-from tetris_sglang.drafting import INITIAL_OFFSETS, ChainGrower, Precedent, Proposal, RecentTexts
-from tetris_sglang.runtime.learning import EvidenceCalibration
-from tetris_sglang.selection import Calibration, EvidenceOffsets
+from tetris_sglang.drafting import ChainGrower, Proposal
+from tetris_sglang.estimates import Calibration, EvidenceOffsets
+from tetris_sglang.estimates.estimator import EvidenceCalibration
+from tetris_sglang.texts import INITIAL_OFFSETS, Precedent, RecentTexts
 
 BATCHES = [1, 16, 64, 256]
 PARTS = ["write", "lookup", "drafts_with", "drafts", "learn"]

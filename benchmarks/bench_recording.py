@@ -33,8 +33,8 @@ from timing import (
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.drafting import TreeGrower, make_grid
 from tetris_sglang.drafting.proposal import Proposal
-from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.runtime.recording import StepRecorder
+from tetris_sglang.packing import AcceptedTokens
+from tetris_sglang.runtime.reports.recording import StepRecorder
 
 BATCHES = [1, 4, 16, 64, 256]
 BRANCHES = 3

@@ -20,9 +20,19 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from tetris_sglang.bench.results import collect_provenance
-from tetris_sglang.replay import GOAL, RULES, Figures, Study, draw_figure, draw_success, name_trace, study
-from tetris_sglang.selection import Calibration, chain_outcomes, survival_from_probs
+from tetris_sglang.estimates import Calibration, chain_outcomes
+from tetris_sglang.selection import survival_from_probs
+from tetris_sglang.tools.bench.results import collect_provenance
+from tetris_sglang.tools.replay import (
+    GOAL,
+    RULES,
+    Figures,
+    Study,
+    draw_figure,
+    draw_success,
+    name_trace,
+    study,
+)
 from tetris_sglang.trace import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent

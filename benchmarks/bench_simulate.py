@@ -27,12 +27,12 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from replay_to_trace import main as write_trace
 
-from tetris_sglang.simulate.costs import make_costs, model_passes
-from tetris_sglang.simulate.engine import Setup, simulate_fleet
-from tetris_sglang.simulate.policies import make_plans
-from tetris_sglang.simulate.reference import simulate_fleet_reference
-from tetris_sglang.simulate.traces import read_rows
-from tetris_sglang.simulate.workload import Lengths, RequestClass, draw_requests, join_rows
+from tetris_sglang.tools.simulate.costs import make_costs, model_passes
+from tetris_sglang.tools.simulate.engine import Setup, simulate_fleet
+from tetris_sglang.tools.simulate.plain_engine import simulate_fleet_reference
+from tetris_sglang.tools.simulate.policies import make_plans
+from tetris_sglang.tools.simulate.traces import read_rows
+from tetris_sglang.tools.simulate.workload import Lengths, RequestClass, draw_requests, join_rows
 
 BATCHES = (1, 16, 256, 1024, 4096)
 POLICIES = ("none", "sd3", "tetris3+1", "auto")

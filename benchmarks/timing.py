@@ -21,7 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tetris_sglang.bench.results import collect_provenance
+from tetris_sglang.tools.bench.results import collect_provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/kernels"

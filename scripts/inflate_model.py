@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from tetris_sglang.fetch import cache_folder
+from tetris_sglang.cache import cache_folder
 
 RECORD_FILE = "inflation.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

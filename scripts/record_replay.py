@@ -9,7 +9,7 @@ then take any steps. Traces:
 
 - `standalone`: the pair's draft model, its most likely tokens;
 - `overconfident`: the same tokens, with probabilities as at temperature 1 / 3: right order within a position's
-  vocabulary, far too sure; `evidence` is what the request's own text says of the tokens of both (drafting/precedent.py);
+  vocabulary, far too sure; `evidence` is what the request's own text says of the tokens of both (texts/match.py);
 - `ngram`: n-grams of the request's own text, with what is believed of them without calibration;
 - `ngram_human`: the same on Python sources as people wrote them, held out from the pair's training, as if a target
   that writes like them were serving. The pair's target repeats itself much more than large models do.
@@ -28,14 +28,8 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tetris_sglang.drafting import (
-    ChainGrower,
-    Precedent,
-    RecentTexts,
-    continue_texts,
-    trust,
-    trust_match_lens,
-)
+from tetris_sglang.drafting import ChainGrower, continue_texts, trust
+from tetris_sglang.texts import Precedent, RecentTexts, trust_match_lens
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR, OUT = ROOT / "tests/pair", ROOT / "tests/data/replay.npz"

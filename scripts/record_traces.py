@@ -28,11 +28,11 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from tetris_sglang.bench.workloads import MOST_CHARS
 from tetris_sglang.config import find_settings
-from tetris_sglang.load import Completion, generate
-from tetris_sglang.models import ensure_target, find_head
-from tetris_sglang.prompts import (
+from tetris_sglang.tools.bench.workloads import MOST_CHARS
+from tetris_sglang.tools.load import Completion, generate
+from tetris_sglang.tools.models import ensure_target, find_head
+from tetris_sglang.tools.prompts import (
     RESULTS,
     Prompt,
     read_human_eval,
@@ -40,7 +40,7 @@ from tetris_sglang.prompts import (
     read_sharegpt,
     render_chats,
 )
-from tetris_sglang.server_process import ServerProcess
+from tetris_sglang.tools.server_process import ServerProcess
 from tetris_sglang.trace import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent

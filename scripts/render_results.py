@@ -23,10 +23,10 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tetris_sglang.bench.arms import Arm
-from tetris_sglang.bench.report import Cell, build_cells, judge, read_arm
-from tetris_sglang.bench.workloads import Load
-from tetris_sglang.replay import GOAL, RULES
+from tetris_sglang.tools.bench.arms import Arm
+from tetris_sglang.tools.bench.report import Cell, build_cells, judge, read_arm
+from tetris_sglang.tools.bench.workloads import Load
+from tetris_sglang.tools.replay import GOAL, RULES
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/results.md", "docs/paper.md", "docs/replay.md")

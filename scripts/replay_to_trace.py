@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import typer
 
+from tetris_sglang.estimates.calibration import Calibration, chain_outcomes
 from tetris_sglang.selection import survival_from_probs
-from tetris_sglang.selection.calibration import Calibration, chain_outcomes
-from tetris_sglang.simulate.traces import EVERY_POSITION
+from tetris_sglang.tools.simulate.traces import EVERY_POSITION
 from tetris_sglang.trace import open_for_writing, row_type
 
 REPLAY = Path(__file__).resolve().parents[1] / "tests/data/replay.npz"

@@ -36,9 +36,9 @@ from tqdm import tqdm
 from train_pair import Trainer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tetris_sglang.fetch import SMOLLM2
-from tetris_sglang.models import HEAD, ensure_target
-from tetris_sglang.prompts import RESULTS, TRAINING, read_human_eval, read_questions, read_sharegpt
+from tetris_sglang.tools.fetch import SMOLLM2
+from tetris_sglang.tools.models import HEAD, ensure_target
+from tetris_sglang.tools.prompts import RESULTS, TRAINING, read_human_eval, read_questions, read_sharegpt
 
 LAYER_IDS = "2,15,28"
 """Whose outputs the head reads: early, in the middle, and the last that SGLang can capture of thirty."""

@@ -35,23 +35,23 @@ from rich.progress import track
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from tetris_sglang.bench.arms import DRAFTS, REFERENCE, Arm
-from tetris_sglang.bench.report import read_arm
-from tetris_sglang.bench.results import Sample, collect_provenance, hash_output, round_key
-from tetris_sglang.bench.settings import Settings
-from tetris_sglang.bench.workloads import EQUAL, SHARED_PREFIX, UNLIKE, Chats, Load, find_workload
 from tetris_sglang.capacity import PassTimes
 from tetris_sglang.config import find_settings
-from tetris_sglang.load import generate
-from tetris_sglang.models import REPOSITORY, ensure_target, find_head
-from tetris_sglang.prompts import Prompt, render_chats
-from tetris_sglang.server_process import ServerProcess
-from tetris_sglang.simulate.costs import Calibration, load_pass_times, make_costs
-from tetris_sglang.simulate.engine import Setup
-from tetris_sglang.simulate.fleet import Outcome, simulate_setting
-from tetris_sglang.simulate.policies import make_plans
-from tetris_sglang.simulate.traces import DraftRows, read_rows
-from tetris_sglang.simulate.workload import Lengths, RequestClass, Requests, join_rows
+from tetris_sglang.tools.bench.arms import DRAFTS, REFERENCE, Arm
+from tetris_sglang.tools.bench.report import read_arm
+from tetris_sglang.tools.bench.results import Sample, collect_provenance, hash_output, round_key
+from tetris_sglang.tools.bench.settings import Settings
+from tetris_sglang.tools.bench.workloads import EQUAL, SHARED_PREFIX, UNLIKE, Chats, Load, find_workload
+from tetris_sglang.tools.load import generate
+from tetris_sglang.tools.models import REPOSITORY, ensure_target, find_head
+from tetris_sglang.tools.prompts import Prompt, render_chats
+from tetris_sglang.tools.server_process import ServerProcess
+from tetris_sglang.tools.simulate.costs import Calibration, load_pass_times, make_costs
+from tetris_sglang.tools.simulate.engine import Setup
+from tetris_sglang.tools.simulate.fleet import Outcome, simulate_setting
+from tetris_sglang.tools.simulate.policies import make_plans
+from tetris_sglang.tools.simulate.traces import DraftRows, read_rows
+from tetris_sglang.tools.simulate.workload import Lengths, RequestClass, Requests, join_rows
 
 RESULTS = REPOSITORY / "benchmarks/results/simulation"
 TRACES = REPOSITORY / "build/validate_simulation"

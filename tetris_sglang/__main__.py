@@ -1,5 +1,5 @@
 """`python -m tetris_sglang`: the same as `tetris-sglang`."""
 
-from tetris_sglang.cli import main
+from tetris_sglang.tools.cli import main
 
 main()

@@ -11,7 +11,7 @@ def load() -> None:
 
     check_sglang_version()
 
-    from tetris_sglang.runtime import cpu
+    from tetris_sglang import portable_cpu
     from tetris_sglang.runtime.algorithm import register_algorithm
     from tetris_sglang.runtime.arguments import accept_engine_arguments
     from tetris_sglang.runtime.inventory import register_hooks
@@ -19,5 +19,5 @@ def load() -> None:
     register_algorithm()
     register_hooks()
     accept_engine_arguments()
-    if cpu.is_active():
-        cpu.register()
+    if portable_cpu.is_active():
+        portable_cpu.register()

@@ -48,7 +48,7 @@ def check_environment(report: Report) -> None:
         with recorded(report, f"import {module}"):
             __import__(module)
 
-    from tetris_sglang.check import find
+    from tetris_sglang.tools.check import find
 
     for finding in find():
         report.expect(finding.subject, finding.status != "problem", finding.detail)

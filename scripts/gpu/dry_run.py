@@ -39,8 +39,8 @@ sys.path[:0] = [str(REPOSITORY), str(HERE), str(NOOP)]
 from noop_plugin import BAD_INDEX
 from precompile import jit_environment
 
-from tetris_sglang.load import generate
-from tetris_sglang.server_process import ServerFailed, ServerProcess
+from tetris_sglang.tools.load import generate
+from tetris_sglang.tools.server_process import ServerFailed, ServerProcess
 
 PAIR = REPOSITORY / "tests" / "pair"
 BUILD = REPOSITORY / "build"

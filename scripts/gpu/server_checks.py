@@ -17,7 +17,7 @@ from typing import Any
 from stage_report import ON_NOOP_CUDA, PAIR, REPOSITORY, Report, log, recorded, run_child
 
 from tests.e2e.client import Client
-from tetris_sglang.server_process import ServerFailed, ServerProcess
+from tetris_sglang.tools.server_process import ServerFailed, ServerProcess
 
 # Hopper's own FA3 is not in the bundle.
 SERVER_FLAGS = "--dtype bfloat16 --attention-backend flashinfer --sampling-backend flashinfer --random-seed 7"

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tetris_sglang.runtime import cpu
-from tetris_sglang.runtime.cpu import operators
-from tetris_sglang.runtime.cpu.inventory import SEAMS
+from tetris_sglang import portable_cpu
+from tetris_sglang.portable_cpu import operators
+from tetris_sglang.portable_cpu.inventory import SEAMS
 
-if not cpu.is_active():
+if not portable_cpu.is_active():
     pytest.skip("the portable CPU platform is inactive here", allow_module_level=True)
 
 RELEASE = f"SGLang {importlib.metadata.version('sglang')}"
@@ -105,11 +105,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.speculative import eagle_utils
 from tetris_sglang.runtime import cpu
-from tetris_sglang.runtime.cpu.inventory import SEAMS
+from tetris_sglang.portable_cpu.inventory import SEAMS
 
 def complaint():
     try:
-        cpu.verify_landed()
+        portable_cpu.verify_landed()
     except RuntimeError as error:
         return str(error)
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.client import Client, Reference
 from tests.e2e.plugins import SWITCHING_PLANS, UNLIKE_RANKS, write_plugin
-from tetris_sglang.runtime.cpu.defaults import OVERLAP_VARIABLE
-from tetris_sglang.server_process import ServerProcess, start_all
+from tetris_sglang.portable_cpu.defaults import OVERLAP_VARIABLE
+from tetris_sglang.tools.server_process import ServerProcess, start_all
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.e2e.conftest import DRAFT, TARGET
-from tetris_sglang.server_process import ServerProcess
+from tetris_sglang.tools.server_process import ServerProcess
 
 LOAD_TIMEOUT_S = 400  # of a busy machine; a server that starts instead of ending is found by its log
 TETRIS = ["--model-path", str(TARGET), "--speculative-algorithm", "TETRIS"]

@@ -13,7 +13,7 @@ import sglang as sgl
 
 from tests.e2e.client import Client
 from tests.e2e.conftest import ARGUMENTS, DRAFT, TARGET
-from tetris_sglang.server_process import ServerProcess
+from tetris_sglang.tools.server_process import ServerProcess
 
 
 def test_openai_completions_and_chat(plain, featured, mixed_prompts):

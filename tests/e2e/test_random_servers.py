@@ -20,8 +20,8 @@ import requests
 from tests.e2e.client import Client, make_request
 from tests.e2e.conftest import COMMON, DRAFT, PAIR
 from tests.e2e.plugins import SWITCHING_PLANS, write_plugin
-from tetris_sglang.runtime.cpu.defaults import OVERLAP_VARIABLE
-from tetris_sglang.server_process import ServerProcess
+from tetris_sglang.portable_cpu.defaults import OVERLAP_VARIABLE
+from tetris_sglang.tools.server_process import ServerProcess
 
 SERVERS = [int(number) for number in os.environ.get("TETRIS_TEST_SERVERS", "7,19,20").split(",")]
 NUM_REQUESTS = 80

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tetris_sglang.demo import NONE, TETRIS, server_arguments
-from tetris_sglang.load import count_drafts, generate
-from tetris_sglang.models import ensure_target, find_head
-from tetris_sglang.prompts import read_questions, render_chats
-from tetris_sglang.server_process import ServerProcess, start_all
+from tetris_sglang.tools.demo import NONE, TETRIS, server_arguments
+from tetris_sglang.tools.load import count_drafts, generate
+from tetris_sglang.tools.models import ensure_target, find_head
+from tetris_sglang.tools.prompts import read_questions, render_chats
+from tetris_sglang.tools.server_process import ServerProcess, start_all
 
 NEW_TOKENS = 48
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.client import Client
 from tests.e2e.conftest import COMMON, TETRIS
-from tetris_sglang.server_process import ServerProcess
+from tetris_sglang.tools.server_process import ServerProcess
 
 NEW_TOKENS, DEPTH = 64, 6
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.e2e.client import Client
 from tests.e2e.conftest import ARGUMENTS, TARGET
 from tests.e2e.plugins import BROKEN_ACCEPTANCE, write_plugin
-from tetris_sglang.server_process import ServerProcess
+from tetris_sglang.tools.server_process import ServerProcess
 
 NUM_TOKENS = 4
 NUM_SAMPLES = 900

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.batches import Batch, assert_equal, on_device
 from tetris_sglang.kernels.accept import accept_rows
-from tetris_sglang.kernels.reference import accept_rows_reference, pack_rows_reference
+from tetris_sglang.packing import accept_rows_reference, pack_rows_reference
 
 BOTH = pytest.mark.parametrize("accept", [accept_rows, accept_rows_reference])
 

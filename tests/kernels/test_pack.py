@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.batches import DEVICE, Batch, assert_equal, on_device
 from tetris_sglang.kernels.pack import pack_rows
-from tetris_sglang.kernels.reference import PackedTokens, empty_packed_tokens, pack_rows_reference
+from tetris_sglang.packing import PackedTokens, empty_packed_tokens, pack_rows_reference
 
 BOTH = pytest.mark.parametrize("pack", [pack_rows, pack_rows_reference])
 

@@ -6,13 +6,13 @@ from torch import Tensor
 from tests.kernels.batches import DEVICE, Batch, assert_equal, needs_cuda, on_device
 from tetris_sglang.kernels.accept import accept_rows
 from tetris_sglang.kernels.pack import pack_rows
-from tetris_sglang.kernels.reference import (
+from tetris_sglang.kernels.select import select_drafts
+from tetris_sglang.packing import (
     AcceptedTokens,
     PackedTokens,
     accept_rows_reference,
     pack_rows_reference,
 )
-from tetris_sglang.kernels.select import select_drafts
 from tetris_sglang.selection import select_prefixes, survival_from_probs
 
 BATCH, WIDTH, NUM_TOKENS = 37, 6, 144  # room for a capacity of 107

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from tetris_sglang.acceptance import accept_tree
 from tetris_sglang.drafting import TreeGrower, make_grid
-from tetris_sglang.selection import select_prefixes, survival_from_probs
-from tetris_sglang.selection.calibration import (
+from tetris_sglang.estimates.calibration import (
     Calibration,
     _make_monotone,
     chain_outcomes,
     tree_outcomes,
 )
+from tetris_sglang.selection import select_prefixes, survival_from_probs
 
 settings.register_profile("tetris", deadline=None, max_examples=200)
 settings.load_profile("tetris")

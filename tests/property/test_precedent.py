@@ -6,27 +6,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tetris_sglang.drafting import (
+from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower, continue_texts, trust
+from tetris_sglang.estimates import Calibration, EvidenceOffsets
+from tetris_sglang.estimates.estimator import EvidenceCalibration
+from tetris_sglang.texts import (
     FIRST_CONTINUED,
     FIRST_COPIED,
     INITIAL_OFFSETS,
     NOT_CONTINUED,
     NUM_EVIDENCE,
-    ChainGrower,
     Counsel,
     Precedent,
-    Proposal,
-    TreeGrower,
-    continue_texts,
     is_copied,
     is_precedents,
     least_passes,
-    trust,
     trust_match_lens,
 )
-from tetris_sglang.drafting.precedent import COPIED_PROB, MAX_MATCH
-from tetris_sglang.runtime.learning import EvidenceCalibration
-from tetris_sglang.selection import Calibration, EvidenceOffsets
+from tetris_sglang.texts.match import COPIED_PROB, MAX_MATCH
 
 settings.register_profile("tetris", deadline=None, max_examples=100)
 settings.load_profile("tetris")

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tetris_sglang.drafting import NUM_EVIDENCE, Precedent, RecentTexts, continued_evidence
-from tetris_sglang.drafting.precedent import MAX_MATCH
-from tetris_sglang.drafting.recent_texts import ORDERS
+from tetris_sglang.texts import NUM_EVIDENCE, Precedent, RecentTexts, continued_evidence
+from tetris_sglang.texts.index import ORDERS
+from tetris_sglang.texts.match import MAX_MATCH
 
 settings.register_profile("tetris", deadline=None, max_examples=100)
 settings.load_profile("tetris")

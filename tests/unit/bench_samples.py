@@ -2,10 +2,10 @@
 
 import inspect
 
-from tetris_sglang.bench import workloads
-from tetris_sglang.bench.command import _NO_SETTINGS, bench
-from tetris_sglang.bench.settings import QUICK, build_settings
-from tetris_sglang.prompts import Prompt
+from tetris_sglang.tools.bench import workloads
+from tetris_sglang.tools.bench.command import _NO_SETTINGS, bench
+from tetris_sglang.tools.bench.settings import QUICK, build_settings
+from tetris_sglang.tools.prompts import Prompt
 
 OPTIONS = {
     name: parameter.default

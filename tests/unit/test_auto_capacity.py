@@ -22,8 +22,8 @@ from tetris_sglang.capacity import (
     measure_curves,
 )
 from tetris_sglang.drafting import Proposal
-from tetris_sglang.runtime import pass_timing
-from tetris_sglang.runtime.planning import StepPlanner
+from tetris_sglang.runtime.planning import pass_timing
+from tetris_sglang.runtime.planning.planner import StepPlanner
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.selection import select_prefixes
 

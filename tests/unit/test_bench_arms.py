@@ -10,10 +10,10 @@ from statistics import mean
 import pytest
 from bench_samples import OPTIONS, fake_prompts, make_prompts, make_settings
 
-from tetris_sglang.bench.arms import FAMILIES, Arm, group_arms, order_arms
-from tetris_sglang.bench.measuring import bench_serving_arguments, run_bench_serving
-from tetris_sglang.bench.settings import FULL, QUICK, build_settings
-from tetris_sglang.bench.workloads import (
+from tetris_sglang.tools.bench.arms import FAMILIES, Arm, group_arms, order_arms
+from tetris_sglang.tools.bench.measuring import bench_serving_arguments, run_bench_serving
+from tetris_sglang.tools.bench.settings import FULL, QUICK, build_settings
+from tetris_sglang.tools.bench.workloads import (
     GROUP_SIZE,
     MOST_CHARS,
     PREFIX_CHARS,
@@ -23,7 +23,7 @@ from tetris_sglang.bench.workloads import (
     draw_length,
     find_workload,
 )
-from tetris_sglang.prompts import Prompt
+from tetris_sglang.tools.prompts import Prompt
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "pair" / "target"
 

@@ -15,7 +15,7 @@ import bench_replay as bench
 from record_traces import RECORDINGS
 from test_replay import make_trace
 
-from tetris_sglang.replay import RULES, study
+from tetris_sglang.tools.replay import RULES, study
 from tetris_sglang.trace import read_trace
 
 MOST_BYTES = 400_000

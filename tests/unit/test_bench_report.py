@@ -9,8 +9,8 @@ import pytest
 from bench_samples import make_sample, make_settings
 from rich.console import Console
 
-from tetris_sglang.bench import command, plots, report
-from tetris_sglang.bench.workloads import Load
+from tetris_sglang.tools.bench import command, plots, report
+from tetris_sglang.tools.bench.workloads import Load
 from tetris_sglang.trace import open_for_writing, read_trace, row_type
 
 TETRIS = {"verify_steps": 10, "selected": 40, "accepted": 30, "num_steps": 5, "verified_rows": 50}

@@ -14,18 +14,18 @@ from bench_samples import fake_prompts, make_prompts, make_sample, make_settings
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tetris_sglang.bench import command, measuring, report, results, runner, servers, workloads
-from tetris_sglang.bench import models as models_module
-from tetris_sglang.bench.arms import group_arms
-from tetris_sglang.bench.measuring import LoadGenerator, take_turns
-from tetris_sglang.bench.models import Models, find_models
-from tetris_sglang.bench.results import ResultsFile
-from tetris_sglang.bench.runner import Bench
-from tetris_sglang.bench.workloads import Chats, Load
-from tetris_sglang.cli import app
-from tetris_sglang.fetch import NotFetched
-from tetris_sglang.models import REPOSITORY
-from tetris_sglang.server_process import ServerFailed
+from tetris_sglang.tools.bench import command, measuring, report, results, runner, servers, workloads
+from tetris_sglang.tools.bench import models as models_module
+from tetris_sglang.tools.bench.arms import group_arms
+from tetris_sglang.tools.bench.measuring import LoadGenerator, take_turns
+from tetris_sglang.tools.bench.models import Models, find_models
+from tetris_sglang.tools.bench.results import ResultsFile
+from tetris_sglang.tools.bench.runner import Bench
+from tetris_sglang.tools.bench.workloads import Chats, Load
+from tetris_sglang.tools.cli import app
+from tetris_sglang.tools.fetch import NotFetched
+from tetris_sglang.tools.models import REPOSITORY
+from tetris_sglang.tools.server_process import ServerFailed
 from tetris_sglang.trace import open_for_writing
 
 PROMPTS = Chats(make_prompts("chat"), 0, 96)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting import INITIAL_OFFSETS
-from tetris_sglang.runtime.learning import EvidenceCalibration
-from tetris_sglang.selection import EvidenceOffsets, select_prefixes, survival_from_probs
-from tetris_sglang.selection.calibration import Calibration, Reliability, chain_outcomes
+from tetris_sglang.estimates import EvidenceOffsets
+from tetris_sglang.estimates.calibration import Calibration, Reliability, chain_outcomes
+from tetris_sglang.estimates.estimator import EvidenceCalibration
+from tetris_sglang.selection import select_prefixes, survival_from_probs
+from tetris_sglang.texts import INITIAL_OFFSETS
 
 # See scripts/record_replay.py.
 TRACES = Path(__file__).resolve().parents[1] / "data/replay.npz"

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tetris_sglang.capacity import StepShape
-from tetris_sglang.runtime import catch_up, step_clock
-from tetris_sglang.runtime.catch_up import MissedTokens
+from tetris_sglang.runtime.drafts import catch_up
+from tetris_sglang.runtime.drafts.catch_up import MissedTokens
+from tetris_sglang.runtime.drafts.windows import Window, slide_window
+from tetris_sglang.runtime.planning import clock as step_clock
+from tetris_sglang.runtime.planning.clock import StepClock, TimedStep
 from tetris_sglang.runtime.ranks import Ranks
-from tetris_sglang.runtime.step_clock import StepClock, TimedStep
-from tetris_sglang.runtime.windows import Window, slide_window
 
 ALONE = Ranks()
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tetris_sglang import check as check_module
-from tetris_sglang.check import Finding, find, print_json, print_table
-from tetris_sglang.cli import app
+from tetris_sglang.tools import check as check_module
+from tetris_sglang.tools.check import Finding, find, print_json, print_table
+from tetris_sglang.tools.cli import app
 
 PAIR = Path(__file__).parents[2] / "tests" / "pair"
 MODELS = ["--model-path", str(PAIR / "target"), "--speculative-draft-model-path", str(PAIR / "draft")]
@@ -46,7 +46,7 @@ def test_help_imports_neither_torch_nor_sglang(arguments):
     )
     assert "Usage: tetris-sglang" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "tetris_sglang.cli" in imported
+    assert "tetris_sglang.tools.cli" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "sglang", "transformers")}
 
 
@@ -79,10 +79,10 @@ def test_explain_refuses_bad_values(run, option, name):
 
 
 def test_demo_gets_its_options(run, monkeypatch):
-    import tetris_sglang.demo
+    import tetris_sglang.tools.demo
 
     calls = []
-    monkeypatch.setattr(tetris_sglang.demo, "demo", lambda **options: calls.append(options))
+    monkeypatch.setattr(tetris_sglang.tools.demo, "demo", lambda **options: calls.append(options))
     assert run("demo").exit_code == 0
     assert run("demo", "--repeats", "1", "--model-path", "a", "--draft-model-path", "b").exit_code == 0
     assert calls == [{}, {"repeats": 1, "model_path": "a", "draft_model_path": "b"}]
@@ -101,19 +101,19 @@ def test_demo_refuses_bad_options(run, options, message):
 
 
 def test_models_says_where_everything_is_or_why_not(run, monkeypatch):
-    import tetris_sglang.fetch
-    import tetris_sglang.models
+    import tetris_sglang.tools.fetch
+    import tetris_sglang.tools.models
 
-    monkeypatch.setattr(tetris_sglang.models, "ensure_target", lambda: "/cache/smollm2")
-    monkeypatch.setattr(tetris_sglang.fetch, "fetch", lambda file: f"/cache/{file.name}")
+    monkeypatch.setattr(tetris_sglang.tools.models, "ensure_target", lambda: "/cache/smollm2")
+    monkeypatch.setattr(tetris_sglang.tools.fetch, "fetch", lambda file: f"/cache/{file.name}")
     result = run("models")
     assert result.exit_code == 0
     assert "SmolLM2-135M-Instruct: /cache/smollm2\nHumanEval: /cache/HumanEval.jsonl.gz\n" in result.output
 
     def refuse():
-        raise tetris_sglang.fetch.NotFetched("no index")
+        raise tetris_sglang.tools.fetch.NotFetched("no index")
 
-    monkeypatch.setattr(tetris_sglang.models, "ensure_target", refuse)
+    monkeypatch.setattr(tetris_sglang.tools.models, "ensure_target", refuse)
     result = run("models")
     assert result.exit_code == 2 and "error: no index" in result.output
 
@@ -121,8 +121,8 @@ def test_models_says_where_everything_is_or_why_not(run, monkeypatch):
 def test_demo_options_are_parameters_of_the_demo():
     import inspect
 
-    from tetris_sglang.cli import demo as command
-    from tetris_sglang.demo import demo
+    from tetris_sglang.tools.cli import demo as command
+    from tetris_sglang.tools.demo import demo
 
     assert set(inspect.signature(command).parameters) <= set(inspect.signature(demo).parameters)
 

@@ -20,7 +20,7 @@ def state():
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS
     from sglang.srt.layers import attention  # noqa: F401
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from tetris_sglang.runtime.cpu.inventory import SEAMS
+    from tetris_sglang.portable_cpu.inventory import SEAMS
     kernel = sys.modules.get("sgl_kernel")
     return {
         "engine": os.environ.get("SGLANG_USE_CPU_ENGINE"),
@@ -98,7 +98,7 @@ print(json.dumps([platform, state()]))
 
 def test_a_gpu_host_that_asks_for_the_cpu_engine_keeps_upstreams():
     result = run(
-        GPU + "from tetris_sglang.runtime.cpu import activate as a\na.activate()\n"
+        GPU + "from tetris_sglang.portable_cpu import activate as a\na.activate()\n"
         "print(json.dumps([a.is_active(), 'sgl_kernel' in sys.modules]))",
         SGLANG_USE_CPU_ENGINE="1",
     )
@@ -184,7 +184,7 @@ def fake_kernel(folder, operators):
 
 
 ACTIVATE = """
-from tetris_sglang.runtime.cpu import activate as a
+from tetris_sglang.portable_cpu import activate as a
 returned = a.activate()
 import sgl_kernel
 operator = getattr(sgl_kernel, "verify_tree_greedy_cpu", None)
@@ -213,7 +213,7 @@ def test_a_kernel_that_loads_without_cpu_operators_is_completed(tmp_path):
     """The CUDA build on a host that has the driver's library but no device."""
     result = run(NO_GPU + ACTIVATE, PYTHONPATH=fake_kernel(tmp_path, operators=False))
     assert result["active"] and result["engine"] == "1"
-    assert result["kernel"] == "installed" and result["operator"] == "tetris_sglang.runtime.cpu.operators"
+    assert result["kernel"] == "installed" and result["operator"] == "tetris_sglang.portable_cpu.operators"
 
 
 def test_a_kernel_that_does_not_load_is_replaced(tmp_path):
@@ -222,7 +222,7 @@ def test_a_kernel_that_does_not_load_is_replaced(tmp_path):
     (package / "__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open shared object file')")
     result = run(NO_GPU + ACTIVATE, PYTHONPATH=str(tmp_path))
     assert result["active"] and result["engine"] == "1" and result["kernel"] == "stand-in"
-    assert result["operator"] == "tetris_sglang.runtime.cpu.operators"
+    assert result["operator"] == "tetris_sglang.portable_cpu.operators"
     assert result["returned"] is None  # SGLang keeps its own CPU platform
     assert not result["sglang"]  # every process pays for what activation imports
 

@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tetris_sglang.runtime import cpu
+from tetris_sglang import portable_cpu
 
-if not cpu.is_active():
+if not portable_cpu.is_active():
     pytest.skip("the portable CPU platform is inactive here", allow_module_level=True)
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from tetris_sglang.runtime.cpu import attention
-from tetris_sglang.runtime.cpu.attention import TorchRaggedBackend, TorchRaggedMultiStepDraftBackend
-from tetris_sglang.runtime.cpu.grouping import group_requests
+from tetris_sglang.portable_cpu import attention
+from tetris_sglang.portable_cpu.attention import TorchRaggedBackend, TorchRaggedMultiStepDraftBackend
+from tetris_sglang.portable_cpu.grouping import group_requests
 
 
 @pytest.fixture(autouse=True)

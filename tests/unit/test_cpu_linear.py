@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tetris_sglang.runtime.cpu import linear
+from tetris_sglang.portable_cpu import linear
 
 
 def plain(_method, layer, x, bias=None):

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tetris_sglang.runtime import cpu
-from tetris_sglang.runtime.cpu import operators
-from tetris_sglang.runtime.cpu.activate import activate
+from tetris_sglang import portable_cpu
+from tetris_sglang.portable_cpu import operators
+from tetris_sglang.portable_cpu.activate import activate
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +185,7 @@ def test_cache_rows_move_even_when_ranges_overlap():
     assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
 
 
-@pytest.mark.skipif(not cpu.is_active(), reason="the portable CPU platform is inactive here")
+@pytest.mark.skipif(not portable_cpu.is_active(), reason="the portable CPU platform is inactive here")
 def test_unserved_operators_name_themselves():
     activate()
     import sgl_kernel
@@ -203,7 +203,7 @@ ORACLE = textwrap.dedent(
     import torch, json, sys
     from sglang.kernels.ops.speculative import spec_tree
     from sglang.kernels.ops.speculative.gather_spec_extras import gather_spec_extras
-    from tetris_sglang.runtime.cpu import operators
+    from tetris_sglang.portable_cpu import operators
     torch.manual_seed(0)
     different = []
 

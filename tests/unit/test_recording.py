@@ -7,18 +7,12 @@ import pytest
 import torch
 
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import (
-    FIRST_CONTINUED,
-    NOT_CONTINUED,
-    Proposal,
-    TreeShape,
-    make_grid,
-    tree_survival,
-)
-from tetris_sglang.drafting.precedent import NO_EVIDENCE
-from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.runtime import recording
-from tetris_sglang.runtime.recording import StepRecorder
+from tetris_sglang.drafting import Proposal, TreeShape, make_grid, tree_survival
+from tetris_sglang.packing import AcceptedTokens
+from tetris_sglang.runtime.reports import recording
+from tetris_sglang.runtime.reports.recording import StepRecorder
+from tetris_sglang.texts import FIRST_CONTINUED, NOT_CONTINUED
+from tetris_sglang.texts.match import NO_EVIDENCE
 from tetris_sglang.trace import read_trace
 
 NUM_NODES = 4

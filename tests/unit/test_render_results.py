@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.bench_samples import make_sample, make_settings
-from tetris_sglang.bench.arms import Arm
+from tetris_sglang.tools.bench.arms import Arm
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,9 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tetris_sglang.cli import app
-from tetris_sglang.replay import (
+from tetris_sglang.selection import select_oracle
+from tetris_sglang.tools.cli import app
+from tetris_sglang.tools.replay import (
     RULES,
     Batch,
     complete_steps,
@@ -21,7 +22,6 @@ from tetris_sglang.replay import (
     select,
     study,
 )
-from tetris_sglang.selection import select_oracle
 from tetris_sglang.trace import Trace, open_for_writing, row_type
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from tetris_sglang.runtime.cpu.activate import activate
+from tetris_sglang.portable_cpu.activate import activate
 
 activate()  # as SGLang does, before its modules are imported
 
@@ -19,7 +19,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from tetris_sglang.drafting import Proposal
 from tetris_sglang.runtime.operations import get_operations
-from tetris_sglang.runtime.request_options import (
+from tetris_sglang.runtime.requests.options import (
     DEFAULT,
     Adjustment,
     RequestOptions,

@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from tetris_sglang.runtime.requests import guard_request, validate_request
+from tetris_sglang.runtime.requests.refuse import guard_request, validate_request
 
 VOCAB_SIZE = 100
 PROMPT = [1, 2, 3]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tetris_sglang import server_process
-from tetris_sglang.server_process import ServerFailed, ServerProcess
+from tetris_sglang.tools import server_process
+from tetris_sglang.tools.server_process import ServerFailed, ServerProcess
 
 
 def test_no_port_that_an_outgoing_connection_can_be_given(tmp_path):

@@ -23,9 +23,9 @@ from tetris_sglang.capacity import (
     capacity_shares,
     measure_curves,
 )
-from tetris_sglang.cli import app
 from tetris_sglang.selection import select_prefixes
-from tetris_sglang.simulate.costs import (
+from tetris_sglang.tools.cli import app
+from tetris_sglang.tools.simulate.costs import (
     Calibration,
     count_kv_tokens,
     fill_curve,
@@ -33,13 +33,13 @@ from tetris_sglang.simulate.costs import (
     make_costs,
     model_passes,
 )
-from tetris_sglang.simulate.engine import ROUTERS, Setup, choose_prefixes, simulate_fleet
-from tetris_sglang.simulate.fleet import find_replicas, simulate_setting
-from tetris_sglang.simulate.policies import make_plans
-from tetris_sglang.simulate.reference import simulate_fleet_reference
-from tetris_sglang.simulate.traces import CODES, DraftRows, encode, read_rows
-from tetris_sglang.simulate.traces import make_rows as convert
-from tetris_sglang.simulate.workload import (
+from tetris_sglang.tools.simulate.engine import ROUTERS, Setup, choose_prefixes, simulate_fleet
+from tetris_sglang.tools.simulate.fleet import find_replicas, simulate_setting
+from tetris_sglang.tools.simulate.plain_engine import simulate_fleet_reference
+from tetris_sglang.tools.simulate.policies import make_plans
+from tetris_sglang.tools.simulate.traces import CODES, DraftRows, encode, read_rows
+from tetris_sglang.tools.simulate.traces import make_rows as convert
+from tetris_sglang.tools.simulate.workload import (
     Lengths,
     RequestClass,
     draw_arrivals,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tetris_sglang.runtime.cpu.activate import activate
+from tetris_sglang.portable_cpu.activate import activate
 
 activate()  # as SGLang does, before its modules are imported
 
@@ -24,13 +24,13 @@ from sglang.srt.sampling.penaltylib import (
 from tetris_sglang.drafting import Grid, Proposal, TreeShape, ancestor_mask, make_grid
 from tetris_sglang.kernels.tree_mask import pack_tree_mask_reference
 from tetris_sglang.runtime import inventory
-from tetris_sglang.runtime.draft import most_likely
+from tetris_sglang.runtime.drafts.model import most_likely
+from tetris_sglang.runtime.drafts.windows import Window, align_right, make_draft_input, read_window
 from tetris_sglang.runtime.logits import adjust_logits, count_written
 from tetris_sglang.runtime.operations import get_operations, warm_up
-from tetris_sglang.runtime.phases import PhaseTimer
+from tetris_sglang.runtime.reports.phases import PhaseTimer
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.verify import _link_nodes, commit_paths, make_verify_input
-from tetris_sglang.runtime.windows import Window, align_right, make_draft_input, read_window
 
 
 def pack(draft_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

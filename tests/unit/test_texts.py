@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tetris_sglang.drafting import FIRST_COPIED, INITIAL_OFFSETS, Grid, Proposal
-from tetris_sglang.kernels.reference import AcceptedTokens
-from tetris_sglang.runtime.learning import AcceptanceLearner
+from tetris_sglang.drafting import Grid, Proposal
+from tetris_sglang.estimates import Calibration, EvidenceOffsets
+from tetris_sglang.estimates.estimator import AcceptanceLearner
+from tetris_sglang.packing import AcceptedTokens
 from tetris_sglang.runtime.texts import RequestTexts
-from tetris_sglang.selection import Calibration, EvidenceOffsets
+from tetris_sglang.texts import FIRST_COPIED, INITIAL_OFFSETS
 
 SLOTS, COLUMNS, WIDTH = 6, 40, 4
 

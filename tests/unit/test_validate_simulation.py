@@ -16,10 +16,10 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import validate_simulation as script
 from validate_simulation import OWN, SERVED, find_order, find_policy, read_settings
 
-from tetris_sglang.bench.arms import Arm
-from tetris_sglang.bench.workloads import Chats, Load
 from tetris_sglang.capacity import PassTimes
-from tetris_sglang.simulate.costs import Calibration, make_costs
+from tetris_sglang.tools.bench.arms import Arm
+from tetris_sglang.tools.bench.workloads import Chats, Load
+from tetris_sglang.tools.simulate.costs import Calibration, make_costs
 
 SETTINGS = make_settings(concurrency="1,4", lengths="drawn")
 MEASURED = json.loads(json.dumps({"settings": asdict(SETTINGS)}))

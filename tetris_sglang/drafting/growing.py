@@ -11,7 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting.precedent import (
+from tetris_sglang.drafting.proposal import Calibrate, Proposal, order_nodes, trust
+from tetris_sglang.selection.survival import as_probability
+from tetris_sglang.texts.match import (
     COPIED_PROB,
     Choice,
     Counsel,
@@ -19,8 +21,6 @@ from tetris_sglang.drafting.precedent import (
     continued_evidence,
     score_continued,
 )
-from tetris_sglang.drafting.proposal import Calibrate, Proposal, order_nodes, trust
-from tetris_sglang.selection.survival import as_probability
 
 
 class Grower(Protocol):

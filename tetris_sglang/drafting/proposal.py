@@ -26,7 +26,7 @@ class TreeShape(NamedTuple):
 
 
 class Calibrate(Protocol):
-    """What a draft's probabilities are worth; see selection.Calibration and drafting.precedent."""
+    """What a draft's probabilities are worth; see estimates.Calibration and texts.match."""
 
     def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
         """How likely such tokens are accepted, given that those before them are.
@@ -69,7 +69,7 @@ class Proposal(NamedTuple):
     probs: Tensor | None = None
     """[batch, num_nodes] float32, the draft's own probability of each token; None: the scores are."""
     evidence: Tensor | None = None
-    """[batch, num_nodes] int64, what texts say of each token, see `drafting.precedent`; None: was not asked."""
+    """[batch, num_nodes] int64, what texts say of each token, see `texts.match`; None: was not asked."""
 
 
 class Grid(NamedTuple):

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tetris_sglang.kernels.checks import INT32, INT64, INTEGERS, check_device, check_tensor
-from tetris_sglang.kernels.reference import AcceptedTokens
+from tetris_sglang.packing import AcceptedTokens
 
 _BLOCK_REQUESTS = 16
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tetris_sglang.kernels.checks import INT32, INT64, INTEGERS, check_device, check_tensor
-from tetris_sglang.kernels.reference import PackedTokens, empty_packed_tokens
+from tetris_sglang.packing import PackedTokens, empty_packed_tokens
 
 _BLOCK_REQUESTS = 16
 

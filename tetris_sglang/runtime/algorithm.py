@@ -9,7 +9,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from tetris_sglang.config import ALGORITHM, is_tetris
 from tetris_sglang.runtime.arguments import ATTENTION_BACKENDS, resolve_server_args, validate_server_args
-from tetris_sglang.runtime.draft_kind import EAGLE3, HEADS, NGRAM, current_kind
+from tetris_sglang.runtime.drafts.kind import EAGLE3, HEADS, NGRAM, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
 
 

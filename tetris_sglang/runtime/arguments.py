@@ -21,8 +21,8 @@ from tetris_sglang.config import (
     export_arguments,
 )
 from tetris_sglang.drafting import count_nodes
-from tetris_sglang.runtime import draft_kind
-from tetris_sglang.runtime.cpu.defaults import ATTENTION_BACKEND
+from tetris_sglang.portable_cpu.defaults import ATTENTION_BACKEND
+from tetris_sglang.runtime.drafts import kind as draft_kind
 
 logger = logging.getLogger(__name__)
 

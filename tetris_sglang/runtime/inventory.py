@@ -1,7 +1,7 @@
 """Every contact with SGLang 0.5.23: the hooks that TETRIS registers, and the proof that they landed.
 
 `HOOKS` is what the plugin changes in SGLang; `SYMBOLS` is what it relies on without changing it. The contract tests
-check both against the installed release. The CPU platform keeps its own list (runtime/cpu/inventory.py).
+check both against the installed release. The CPU platform keeps its own list (portable_cpu/inventory.py).
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        "tetris_sglang.runtime.requests.guard_request",
+        "tetris_sglang.runtime.requests.refuse.guard_request",
         "BEFORE",
         "400 for requests that cannot be served exactly",
         "a request-validation callback on CustomSpecAlgo",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
-        "tetris_sglang.runtime.metrics.add_request_meta_info",
+        "tetris_sglang.runtime.reports.metrics.add_request_meta_info",
         "AFTER",
         "selected tokens per request in meta_info",
         "cap lengths summed in meta_info",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
-        "tetris_sglang.runtime.metrics.add_internal_state",
+        "tetris_sglang.runtime.reports.metrics.add_internal_state",
         "AFTER",
         "TETRIS counters and phase times in /server_info",
         "an info callback on speculative workers",
     ),
     Hook(
         "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
-        "tetris_sglang.runtime.request_rows.add_headroom",
+        "tetris_sglang.runtime.requests.rows.add_headroom",
         "AROUND",
         "a request's row holds what its last steps reserve",
         "a row as long as get_alloc_reserve_per_decode() asks for, at every page size",
@@ -598,7 +598,7 @@ def verify_landed() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from tetris_sglang.runtime import cpu
+    from tetris_sglang import portable_cpu
 
     missing = [hook.target for hook in _needed if hook.target not in HookRegistry._patched]
     if not _needed:
@@ -615,8 +615,8 @@ def verify_landed() -> None:
 
         hooks.verify_landed()
     # The CPU platform's own hooks are nearly all the scheduler's.
-    if cpu.is_active() and any(hook.target.startswith(_SCHEDULER) for hook in _needed):
-        cpu.verify_landed()
+    if portable_cpu.is_active() and any(hook.target.startswith(_SCHEDULER) for hook in _needed):
+        portable_cpu.verify_landed()
 
 
 def find_missing_symbols(symbols: Iterable[Symbol] = SYMBOLS) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tetris_sglang.acceptance import draw, perturb
 from tetris_sglang.drafting import Grid, Proposal
-from tetris_sglang.kernels.reference import (
+from tetris_sglang.packing import (
     AcceptedTokens,
     PackedTokens,
     accept_roots,
@@ -20,7 +20,7 @@ from tetris_sglang.kernels.reference import (
     pack_roots,
     pack_rows_reference,
 )
-from tetris_sglang.runtime.request_options import LARGEST_WEIGHT
+from tetris_sglang.runtime.requests.options import LARGEST_WEIGHT
 from tetris_sglang.selection import (
     LARGEST_PACE_WEIGHT,
     fill_capacity,

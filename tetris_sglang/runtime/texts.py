@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting import RecentTexts
 from tetris_sglang.runtime.host_copy import send
+from tetris_sglang.texts import RecentTexts
 
 _MOST_WAITING = 32
 """Plain steps whose tokens wait to be written together."""

@@ -21,7 +21,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from torch import Tensor
 
 from tetris_sglang.drafting import Grid, TreeShape, ancestor_mask
-from tetris_sglang.kernels.reference import AcceptedTokens, PackedTokens
+from tetris_sglang.packing import AcceptedTokens, PackedTokens
 from tetris_sglang.runtime.kv_moves import move_kv
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.texts import RequestTexts

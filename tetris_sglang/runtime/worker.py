@@ -1,6 +1,6 @@
 """The TETRIS worker: draft for every request, select batch-wide, verify in one ragged pass, accept, commit.
 
-Whatever drafts (`runtime/draft.py`, `runtime/ngram.py`) answers the same few questions: `prefill`, `propose`, `after_verify`.
+Whatever drafts (`runtime/drafts/model.py`, `runtime/drafts/ngram.py`) answers the same few questions: `prefill`, `propose`, `after_verify`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from tetris_sglang.capacity import (
     capacity_shares,
 )
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import INITIAL_OFFSETS, Grid, TreeShape, make_grid
-from tetris_sglang.runtime.draft import HeadDraft, StandaloneDraft
-from tetris_sglang.runtime.draft_kind import HEADS, NGRAM, STANDALONE, current_kind
+from tetris_sglang.drafting import Grid, TreeShape, make_grid
+from tetris_sglang.estimates import Calibration, EvidenceOffsets
+from tetris_sglang.estimates.estimator import AcceptanceLearner
+from tetris_sglang.runtime.drafts.kind import HEADS, NGRAM, STANDALONE, current_kind
+from tetris_sglang.runtime.drafts.model import HeadDraft, StandaloneDraft
+from tetris_sglang.runtime.drafts.ngram import NgramDraft
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.kv_moves import check_kv_pool
-from tetris_sglang.runtime.learning import AcceptanceLearner
 from tetris_sglang.runtime.logits import count_written
-from tetris_sglang.runtime.metrics import StepMetrics
-from tetris_sglang.runtime.ngram import NgramDraft
-from tetris_sglang.runtime.noise import RequestSeeds, install_sampler
 from tetris_sglang.runtime.operations import get_operations, warm_up
-from tetris_sglang.runtime.pass_timing import load_or_time_passes
-from tetris_sglang.runtime.phases import PhaseTimer
-from tetris_sglang.runtime.planning import StepPlanner
+from tetris_sglang.runtime.planning.pass_timing import load_or_time_passes
+from tetris_sglang.runtime.planning.planner import StepPlanner
 from tetris_sglang.runtime.ranks import Ranks
-from tetris_sglang.runtime.recording import StepRecorder
-from tetris_sglang.runtime.request_options import RequestWeights, combine_weights
+from tetris_sglang.runtime.reports.metrics import StepMetrics
+from tetris_sglang.runtime.reports.phases import PhaseTimer
+from tetris_sglang.runtime.reports.recording import StepRecorder
+from tetris_sglang.runtime.requests.options import RequestWeights, combine_weights
+from tetris_sglang.runtime.requests.seeds import RequestSeeds, install_sampler
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.verify import (
     commit_paths,
@@ -55,7 +56,8 @@ from tetris_sglang.runtime.verify import (
     make_grammar_tree,
     sample_target,
 )
-from tetris_sglang.selection import Calibration, EvidenceOffsets, RequestPace
+from tetris_sglang.selection import RequestPace
+from tetris_sglang.texts import INITIAL_OFFSETS
 
 logger = logging.getLogger(__name__)
 
@@ -333,7 +335,7 @@ class TetrisWorker(BaseSpecWorker):
             next_draft_input=next_draft_input,
             accept_lens=accept_lens,
             cap_lens=packed.verify_lens,
-            # SGLang sums this per request, for DSPARK alone; here it carries the drafted tokens (runtime/metrics.py).
+            # SGLang sums this per request, for DSPARK alone; here it carries the drafted tokens (runtime/reports/metrics.py).
             block_accept_lens=torch.full_like(accept_lens, num_drafted),
             new_seq_lens=accepted.new_seq_lens,
             can_run_cuda_graph=target_result.can_run_cuda_graph,

@@ -7,15 +7,6 @@ from torch import Tensor
 
 from tetris_sglang.selection.baselines import select_oracle, select_random, select_uniform
 from tetris_sglang.selection.batched import fill_capacity, select_prefixes
-from tetris_sglang.selection.calibration import (
-    Calibration,
-    Outcomes,
-    Reliability,
-    ReliabilityBin,
-    chain_outcomes,
-    tree_outcomes,
-)
-from tetris_sglang.selection.evidence import EvidenceOffsets
 from tetris_sglang.selection.pace import LARGEST_PACE_WEIGHT, RequestPace
 from tetris_sglang.selection.reference import select_prefixes_reference
 from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_probs
@@ -23,14 +14,8 @@ from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_pr
 __all__ = [
     "LARGEST_PACE_WEIGHT",
     "SMALLEST_SURVIVAL",
-    "Calibration",
-    "EvidenceOffsets",
-    "Outcomes",
-    "Reliability",
-    "ReliabilityBin",
     "RequestPace",
     "Selector",
-    "chain_outcomes",
     "fill_capacity",
     "get_selector",
     "select_oracle",
@@ -39,7 +24,6 @@ __all__ = [
     "select_random",
     "select_uniform",
     "survival_from_probs",
-    "tree_outcomes",
 ]
 
 

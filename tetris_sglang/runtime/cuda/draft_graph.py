@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tetris_sglang.acceptance import RequestNoise
 from tetris_sglang.drafting import Proposal, TreeShape
-from tetris_sglang.runtime.windows import Window, make_window_input
+from tetris_sglang.runtime.drafts.windows import Window, make_window_input
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ def make_capture_input(original, runner, num_tokens: int):
         return original(runner, num_tokens)
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-    from tetris_sglang.runtime.draft_kind import HEADS, current_kind
+    from tetris_sglang.runtime.drafts.kind import HEADS, current_kind
     from tetris_sglang.runtime.verify import make_verify_input
 
     return make_verify_input(

@@ -1,0 +1,129 @@
+"""What a draft missed while steps ran without it, per request slot, until its KV is caught up."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from tetris_sglang.runtime.drafts.windows import Window, align_right
+from tetris_sglang.runtime.host_copy import HostCopy
+from tetris_sglang.runtime.ranks import Ranks
+
+MEMORY_BYTES = 64 << 20
+"""For tokens and, where the draft reads them, the target's states."""
+MOST_TOKENS = 1024
+_LEAST_STEPS = 4
+"""For which there is room, whatever that takes."""
+
+
+class MissedTokens:
+    """Tokens that left a request's window before a pass of the draft saw them.
+
+    How many a step emits is known on the device. The host knows it some steps later, and until then how many they are at
+    most; of several ranks the first one's knowledge counts.
+
+    Args:
+        num_slots: rows of SGLang's request-to-token table. most_emitted: tokens per request and step.
+        hidden_size, dtype: of the states; None: the draft reads none.
+        ranks: that catch up together.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        most_emitted: int,
+        hidden_size: int | None,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        ranks: Ranks,
+    ) -> None:
+        state_bytes = 0 if hidden_size is None else hidden_size * dtype.itemsize
+        affordable = min(MOST_TOKENS, MEMORY_BYTES // (num_slots * (4 + state_bytes)))
+        self._capacity = max(_LEAST_STEPS * most_emitted, affordable)
+        shape = (num_slots, self._capacity)
+        self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._states = (
+            None if hidden_size is None else torch.zeros((*shape, hidden_size), dtype=dtype, device=device)
+        )
+        # The most of a running request after each step that the host has not read yet, and what the step can have added.
+        self._unread: deque[tuple[HostCopy, int]] = deque()
+        self._num_read = self._most_read = 0
+        # What all ranks go by.
+        self._ranks = ranks
+        self._num_agreed = self._most_agreed = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """No running request misses more. Exact on the CPU, where nothing has to come in."""
+        self._agree()
+        return self._num_agreed
+
+    @property
+    def most_tokens(self) -> int:
+        """The most that a request was known to miss: as many may be missing at the end of a cached prefix."""
+        self._agree()
+        return self._most_agreed
+
+    def has_room(self, emitted: int) -> bool:
+        """For a step that emits so many tokens per request at most."""
+        if self._num_agreed + emitted > self._capacity:
+            self._agree()
+        return self._num_agreed + emitted <= self._capacity
+
+    def _read(self) -> None:
+        while self._unread and self._unread[0][0].is_ready:
+            reading, _ = self._unread.popleft()
+            self._num_read = int(reading.tensors[0])
+            self._most_read = max(self._most_read, self._num_read)
+
+    def _agree(self) -> None:
+        if not self._num_agreed:  # on every rank
+            return
+        self._read()
+        known = self._num_read + sum(added for _, added in self._unread), self._most_read
+        self._num_agreed, self._most_agreed = self._ranks.agree(known)
+
+    def forget_rows(self, rows: Tensor) -> None:
+        """These slots [n] belong to requests just prefilled, by the draft, too."""
+        # Not by assignment, whose value would come from the host, after a wait (speculative/eagle_utils.py).
+        self._counts.index_fill_(0, rows, 0)
+        if not self._counts.is_cuda:
+            self._agree()
+            self._unread.clear()
+            self._num_read = self._num_agreed = int(self._counts.max())
+
+    def push(self, rows: Tensor, left: Window) -> None:
+        """One step.
+
+        Args:
+            rows: [batch] request slots. left: what has left their windows, from `slide_window`.
+        """
+        width = left.tokens.shape[1]
+        counts = self._counts[rows]
+        # What is not real is overwritten by what comes next.
+        columns = counts[:, None]
+        if width > 1:
+            columns = columns + torch.arange(width, device=counts.device)
+        self._tokens[rows[:, None], columns] = left.tokens.to(torch.int32)
+        if self._states is not None:
+            self._states[rows[:, None], columns] = left.hidden_states.to(self._states.dtype)
+        counts = counts + (1 if left.counts is None else left.counts)
+        self._counts[rows] = counts
+        self._unread.append((HostCopy(counts.max()), width))
+        self._num_agreed += width
+        self._read()
+
+    def take(self, rows: Tensor) -> Window:
+        """What the requests in these slots [batch] missed, aligned to the right; counts may be 0. Forgets everything."""
+        counts, width = self._counts[rows], self.num_tokens
+        self._most_read = self._most_agreed = max(self._most_agreed, width)
+        states = None if self._states is None else align_right(self._states[rows, :width], counts)
+        missed = Window(align_right(self._tokens[rows, :width], counts).to(torch.int64), counts, states)
+        self._counts.zero_()
+        self._unread.clear()
+        self._num_read = self._num_agreed = 0
+        return missed

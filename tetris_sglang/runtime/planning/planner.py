@@ -1,0 +1,152 @@
+"""What each step is to do, and what the planner learns from it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tetris_sglang.capacity import (
+    AutoCapacity,
+    CapacityPolicy,
+    DraftLimits,
+    StepPlan,
+    measure_curves,
+)
+from tetris_sglang.drafting import Proposal
+from tetris_sglang.runtime.host_copy import HostCopy
+from tetris_sglang.runtime.planning.clock import StepClock
+from tetris_sglang.runtime.ranks import Ranks
+from tetris_sglang.runtime.reports.metrics import StepMetrics
+from tetris_sglang.selection import survival_from_probs
+from tetris_sglang.texts import least_passes
+
+_MOST_STEPS_IN_FLIGHT = 8
+"""Overlap scheduling has two; should SGLang drop a result, older steps are forgotten."""
+
+
+@dataclass
+class _DraftedStep:
+    """A speculative step whose curves or whose result the host does not have yet."""
+
+    curves: HostCopy
+    depth: int
+    batch_size: int
+    capacity_tokens: int
+    expected: float | None = None
+    """Drafts that should be accepted; None until the curves were read."""
+
+
+class StepPlanner:
+    """Asks the capacity policy before a step, and tells an automatic one what came of it. Never waits for the device.
+
+    Args:
+        device: "cuda" or "cpu". ranks: whose steps are planned; the first one's clock counts.
+    """
+
+    def __init__(
+        self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str, ranks: Ranks
+    ) -> None:
+        self.policy, self._limits, self._metrics, self._ranks = policy, limits, metrics, ranks
+        self._clock = StepClock(device == "cuda")
+        self._auto = policy if isinstance(policy, AutoCapacity) else None
+        if self._auto is not None:
+            self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)
+        self._unread: deque[_DraftedStep] = deque()
+        # SGLang's results come in the order of the steps, plain ones (None) included.
+        self._unconfirmed: deque[_DraftedStep | None] = deque(maxlen=_MOST_STEPS_IN_FLIGHT)
+
+    def plan(self, batch, num_speculating: int) -> StepPlan:
+        """Plan a decoding step of `batch`, a ScheduleBatch.
+
+        Args:
+            num_speculating: requests that may be given drafts; the others leave them their share.
+        """
+        batch_size = len(batch.reqs)
+        if self._auto is None:
+            return self._limit(self.policy.choose(batch_size, self._limits), num_speculating)
+        for step in self._clock.begin():
+            predicted_s = self._auto.step_times.observe(step.shape, step.seconds)
+            self._metrics.observe_step_time(predicted_s, step.seconds)
+        self._read_curves()
+        context_tokens = _count_context_tokens(batch)
+        plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
+        plan = self._ranks.agree(plan)
+        shape = self._limits.shape_of(plan, batch_size, context_tokens)
+        self._clock.describe(shape)
+        self._auto.begin_step(shape)
+        if not plan.capacity_tokens:
+            self._unconfirmed.append(None)
+        return plan
+
+    def _limit(self, plan: StepPlan, num_speculating: int) -> StepPlan:
+        if not plan.capacity_tokens:
+            return plan
+        most = num_speculating * self._limits.count_nodes(plan.depth) if num_speculating else 0
+        return StepPlan(plan.depth, min(plan.capacity_tokens, most)) if most else StepPlan(0, 0)
+
+    def after_draft(
+        self, proposal: Proposal, plan: StepPlan, weights: Tensor | None = None, mean_weight: float = 1.0
+    ) -> None:
+        """Look at what a step drafted; later steps are planned from it.
+
+        Args:
+            weights: [batch] float32, what a token of each request counts; None: as much as any. 0: selection cannot take it.
+            mean_weight: what counts as much as one token.
+        """
+        if self._auto is None:
+            return
+        survival = proposal.scores
+        if proposal.shape is None:
+            survival = survival_from_probs(survival)
+            depths = torch.arange(1, survival.shape[1] + 1, device=survival.device)
+            if num_continued := self._limits.num_continued:
+                depths = least_passes(proposal.evidence, num_continued)
+        else:
+            depths = proposal.shape.depths[:, 1:]
+        if weights is not None:
+            # A row more is worth what it counts. `AcceptCurves.confirm` holds the sum against what is accepted.
+            survival = survival * (weights if mean_weight == 1 else weights / mean_weight)[:, None]
+        curves = HostCopy(measure_curves(survival, depths, plan.depth, self._shares))
+        step = _DraftedStep(curves, plan.depth, len(proposal.tokens), plan.capacity_tokens)
+        self._unread.append(step)
+        self._unconfirmed.append(step)
+
+    def after_result(self, accepted: int) -> None:
+        """Drafts that the oldest step without a result had accepted have become known to the host."""
+        if self._auto is None or not self._unconfirmed:
+            return
+        step = self._unconfirmed.popleft()
+        self._read_curves()
+        if step is not None:
+            self._auto.confirm(step.depth, step.batch_size, step.expected, accepted)
+
+    def after_prefill(self) -> None:
+        self._clock.interrupt()
+
+    def summarise(self) -> dict[str, float]:
+        """For /server_info; empty with a fixed capacity."""
+        if self._auto is None:
+            return {}
+        return {
+            "expected_gain": self._auto.expected_gain,
+            "expected_accepted_per_request": self._auto.expected_accepted,
+            "expected_plain_step_seconds": self._auto.expected_seconds[0],
+            "expected_speculative_step_seconds": self._auto.expected_seconds[1],
+            "step_time_relative_error": self._auto.step_times.relative_error,
+        }
+
+    def _read_curves(self) -> None:
+        while self._unread and self._unread[0].curves.is_ready:
+            step = self._unread.popleft()
+            (curves,) = step.curves.tensors
+            step.expected = self._auto.curves.observe(curves.numpy(), step.batch_size, step.capacity_tokens)
+
+
+def _count_context_tokens(batch) -> float:
+    """Of all requests; 0 where only the device knows. SGLang forgets the sum whenever requests leave or join."""
+    if batch.seq_lens_sum is not None:
+        return float(batch.seq_lens_sum)
+    return 0.0 if batch.seq_lens_cpu is None else float(batch.seq_lens_cpu.sum())

@@ -1,0 +1,221 @@
+"""Pictures of a comparison, from its JSON alone, and of recorded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.patches import Patch
+
+from tetris_sglang.tools.bench.arms import REFERENCE
+from tetris_sglang.tools.bench.report import (
+    PHASES,
+    Cell,
+    build_cells,
+    describe_machine,
+    describe_target,
+    describe_workload,
+    read_arm,
+)
+from tetris_sglang.tools.bench.results import Results
+from tetris_sglang.trace import Trace
+
+_STYLES = {
+    "sglang": ("tab:orange", "s", "--"),
+    "adaptive": ("tab:brown", "P", "--"),
+    "full": ("tab:gray", "v", "--"),
+    "tetris": ("tab:blue", "o", "-"),
+    "uniform": ("tab:green", "^", ":"),
+    "random": ("tab:red", "x", ":"),
+    "auto": ("tab:purple", "D", "-"),
+}
+
+
+def plot_comparison(results: Results, path: Path) -> None:
+    """Throughput against load, success rate against capacity, phase times; a row per temperature."""
+    cells, arms = build_cells(results["samples"]), results["arms"]
+    temperatures = sorted({c.temperature for c in cells})
+    figure, axes = pyplot.subplots(
+        len(temperatures), 3, figsize=(17, 5 * len(temperatures)), squeeze=False, layout="constrained"
+    )
+    for (left, middle, right), temperature in zip(axes, temperatures, strict=True):
+        here = [c for c in cells if c.temperature == temperature]
+        _plot_throughput(left, here, arms)
+        _plot_success(middle, here, arms)
+        _plot_phases(right, [c for c in here if c.phase_ms])
+        left.set_title(f"output throughput, temperature {temperature:g}")
+    settings = results["settings"]
+    described = (
+        describe_machine(results["provenance"]),
+        describe_target(settings),
+        describe_workload(settings),
+    )
+    figure.suptitle(", ".join(described), fontsize=9)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _plot_throughput(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
+    names = [arm for arm in dict.fromkeys(c.arm for c in cells) if arm != REFERENCE]
+    for index, arm in enumerate(names):
+        mine = [c for c in cells if c.arm == arm]
+        colour, marker, line = _STYLES[arms[arm]["family"]]
+        ratios = [c.throughput for c in mine]
+        spread = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
+        # Side by side within 10%, so that error bars do not hide each other.
+        shift = 1 + 0.1 * (index / max(1, len(names) - 1) - 0.5)
+        axis.errorbar(
+            [c.load.value * shift for c in mine],
+            [r.median for r in ratios],
+            yerr=spread,
+            color=colour,
+            alpha=0.35 + 0.65 * (index + 1) / len(names),
+            marker=marker,
+            linestyle=line,
+            capsize=3,
+            label=arm,
+        )
+    axis.axhline(1, color="black", linewidth=1, label="no speculation")
+    axis.set_xscale("log", base=2)
+    ticks = sorted({c.load.value for c in cells})
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set(xlabel=cells[0].load.unit, ylabel="ratio to no speculation (median, smallest..largest)")
+    axis.legend(fontsize=7)
+
+
+def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
+    """What was verified, not what was allowed: so the arms without a fixed k have a place, too."""
+    load = max((c.load for c in cells), key=lambda load: load.value)
+    series: dict[tuple, list[tuple[float, float]]] = {}
+    for cell in cells:
+        if cell.load == load and cell.success_rate is not None:
+            arm = read_arm(arms[cell.arm])
+            capacity = "C" if arm.capacity_tokens else ""
+            key = arm.family, arm.extra, capacity, arm.draft, arm.topk
+            series.setdefault(key, []).append((cell.verified_per_step - 1, cell.success_rate))
+    for (family, extra, capacity, draft, topk), points in series.items():
+        colour, marker, line = _STYLES[family]
+        parts = ["SGLang's own" if family == "sglang" else family, draft]
+        parts += [f"topk {topk}"] if topk > 1 else []
+        parts += [f"{extra} extra drafts"] if extra else []
+        parts += ["C over the batch"] if capacity else []
+        axis.plot(
+            *zip(*sorted(points), strict=True),
+            color=colour,
+            marker=marker,
+            linestyle=line,
+            label=", ".join(parts),
+        )
+    axis.set(
+        xlabel="verified drafts per request and step",
+        ylabel="accepted / verified drafts",
+        title=f"verification success rate, {load}",
+    )
+    axis.set_xlim(left=0)
+    if series:
+        axis.legend(fontsize=7)
+
+
+def _plot_phases(axis, cells: Sequence[Cell]) -> None:
+    axis.set(ylabel="milliseconds per step", title="where a step's time goes")
+    if not cells:
+        axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
+        return
+    labels = [f"{c.arm}\n@{c.load.value:g}" for c in cells]
+    bottoms = [0.0] * len(cells)
+    for phase in PHASES:
+        heights = [c.phase_ms[phase] for c in cells]
+        axis.bar(labels, heights, bottom=bottoms, label=phase)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axis.tick_params(axis="x", labelrotation=90, labelsize=7)
+    axis.legend(fontsize=7, framealpha=0.9)
+
+
+# -- recorded steps ------------------------------------------------------------------------------------------
+
+_DRAFTED, _SELECTED, _ACCEPTED = "#e0e0e0", "#f4a259", "#2a9d8f"
+
+
+def choose_steps(trace: Trace, count: int) -> np.ndarray:
+    """Numbers of `count` consecutive recorded steps (plain ones are not), from the middle, where the batch is full.
+
+    Raises:
+        ValueError: the trace holds no step.
+    """
+    steps = np.unique(trace.steps)
+    if not len(steps):
+        raise ValueError("the trace holds no step: nothing was drafted")
+    first = max(0, (len(steps) - count) // 2)
+    return steps[first : first + count]
+
+
+def classify_nodes(trace: Trace, row: int) -> list[str]:
+    """ "accepted", "selected" or "drafted" for every node that the row has, in the order they were drafted."""
+    return [
+        "accepted" if trace.accepted[row, node] else "selected" if node < trace.selected[row] else "drafted"
+        for node in np.flatnonzero(trace.node_depths[row])
+    ]
+
+
+def plot_steps(trace: Trace, path: Path, title: str = "", num_steps: int = 8, max_requests: int = 24) -> None:
+    """A block per drafted token of some consecutive steps: a row per request, a panel per step.
+
+    Args:
+        max_requests: of those that take part in the steps, the first ones.
+    Raises:
+        ValueError: the trace holds no step.
+    """
+    steps = choose_steps(trace, num_steps)
+    rows = np.flatnonzero(np.isin(trace.steps, steps))
+    requests = list(dict.fromkeys(trace.requests[rows].tolist()))[:max_requests]
+    width = max(1, int((trace.node_depths[rows] > 0).sum(axis=1).max()))
+    figure, axes = pyplot.subplots(
+        *(1, len(steps)),
+        figsize=(1.5 + len(steps) * (0.4 + 0.16 * width), 1.6 + 0.24 * len(requests)),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    colours = {"drafted": _DRAFTED, "selected": _SELECTED, "accepted": _ACCEPTED}
+    for axis, step in zip(axes[0], steps, strict=True):
+        counts = dict.fromkeys(colours, 0)
+        for row in rows[trace.steps[rows] == step]:
+            nodes = classify_nodes(trace, row)
+            for kind in nodes:
+                counts[kind] += 1
+            if (request := int(trace.requests[row])) in requests:
+                axis.bar(
+                    range(len(nodes)),
+                    0.8,
+                    width=0.9,
+                    bottom=requests.index(request) - 0.4,
+                    color=[colours[kind] for kind in nodes],
+                    edgecolor="white",
+                    linewidth=0.5,
+                )
+        verified = counts["accepted"] + counts["selected"]
+        axis.set(xlim=(-0.7, width - 0.3), ylim=(len(requests) - 0.4, -0.6), xticks=[])
+        axis.set_title(f"step {step}\n{sum(counts.values())} / {verified} / {counts['accepted']}", fontsize=8)
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    axes[0, 0].set_yticks(range(len(requests)), [f"request {request}" for request in requests], fontsize=7)
+    figure.legend(
+        handles=[
+            Patch(color=_DRAFTED, label="drafted only"),
+            Patch(color=_SELECTED, label="verified, rejected"),
+            Patch(color=_ACCEPTED, label="accepted"),
+        ],
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
+    heading = "drafted / verified / accepted tokens of the whole batch"
+    figure.suptitle(f"{title}: {heading}" if title else heading, fontsize=9)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
