@@ -1,8 +1,8 @@
 """What consulting recent texts costs a step: writing them down, looking them up, scoring drafts by them, learning from them.
 
-    python benchmarks/bench_precedent.py --step-ms 80
+    python benchmarks/bench_matches.py --step-ms 80
 
-Timed as timing.py says. `drafts` is what the same chains cost without a precedent; a step is writing down, the
+Timed as timing.py says. `drafts` is what the same chains cost without a match; a step is writing down, the
 lookup, the drafts with it less those without, and learning.
 """
 
@@ -35,7 +35,7 @@ from timing import (
 from tetris_sglang.drafting import ChainGrower, Proposal
 from tetris_sglang.estimates import Calibration, EvidenceOffsets
 from tetris_sglang.estimates.estimator import EvidenceCalibration
-from tetris_sglang.texts import INITIAL_OFFSETS, Precedent, RecentTexts
+from tetris_sglang.texts import INITIAL_OFFSETS, Match, RecentTexts
 
 BATCHES = [1, 16, 64, 256]
 PARTS = ["write", "lookup", "drafts_with", "drafts", "learn"]
@@ -43,7 +43,7 @@ VOCABULARY = 2000
 
 
 def main(
-    out: Out = RESULTS / "precedent.json",
+    out: Out = RESULTS / "match.json",
     step_ms: StepMs = None,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
     context: Annotated[int, typer.Option(min=16, help="tokens of each text")] = 512,
@@ -52,11 +52,11 @@ def main(
     device: Device = "cpu",
     seed: int = 0,
 ) -> None:
-    """Time precedents for batch 1..256."""
+    """Time matches for batch 1..256."""
     console = open_console()
     results = [
         measure(batch, depth, context, rounds, round_ms, device, seed)
-        for batch in track(BATCHES, description="precedents", console=console)
+        for batch in track(BATCHES, description="matches", console=console)
     ]
     for result in results:
         result["step_share"] = share_of_step(result["step_us"], step_ms)
@@ -74,7 +74,7 @@ def measure(
     recent = RecentTexts(batch, VOCABULARY, device, are_shared=False)
     recent.begin(rows, recent.place(range(batch), range(batch), [0] * batch).to(device))
     recent.append(rows, history, lens)
-    precedent = recent.find(rows, depth)
+    match = recent.find(rows, depth)
     emitted = torch.randint(VOCABULARY, (batch, depth + 1), generator=generator).to(device)
     counts = torch.randint(1, depth + 2, (batch,), generator=generator).to(device)
     tokens = torch.randint(VOCABULARY, (batch, depth), generator=generator).to(device)
@@ -82,18 +82,18 @@ def measure(
     offsets = EvidenceOffsets(INITIAL_OFFSETS, device)
     calibrate = EvidenceCalibration(Calibration(depth, device), offsets)
 
-    def grow(precedent: Precedent | None) -> Proposal:
-        grower = ChainGrower(tokens[:, :1], probs[:, :1], calibrate, precedent)
+    def grow(match: Match | None) -> Proposal:
+        grower = ChainGrower(tokens[:, :1], probs[:, :1], calibrate, match)
         for level in range(1, depth):
             grower.grow(tokens[:, level, None, None], probs[:, level, None, None])
         return grower.finish(depth)
 
-    evidence = grow(precedent).evidence
+    evidence = grow(match).evidence
     reached, accepted = probs > 0.3, probs > 0.6
     parts: dict[str, Callable[[], object]] = {
         "write": lambda: recent.append(rows, emitted, counts),
         "lookup": lambda: recent.find(rows, depth),
-        "drafts_with": lambda: grow(precedent),
+        "drafts_with": lambda: grow(match),
         "drafts": lambda: grow(None),
         "learn": lambda: offsets.observe(evidence, probs, reached, accepted),
     }

@@ -116,7 +116,7 @@ def make_step(proposal: Proposal, depth: int, device: str, path: Path) -> Callab
         draft="standalone",
         topk=1,
         num_nodes=num_nodes,
-        num_continued=0,
+        num_extension=0,
         num_slots=batch,
         device=device,
     )

@@ -28,8 +28,8 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tetris_sglang.drafting import ChainGrower, continue_texts, trust
-from tetris_sglang.texts import Precedent, RecentTexts, trust_match_lens
+from tetris_sglang.drafting import ChainGrower, propose_matches, trust
+from tetris_sglang.texts import Match, RecentTexts, trust_match_lens
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR, OUT = ROOT / "tests/pair", ROOT / "tests/data/replay.npz"
@@ -160,7 +160,7 @@ def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tens
     truth = tokens[lens[:, None] + torch.arange(depth)]
     accepted = (chains == truth).cumprod(dim=1).sum(dim=1)
     # Without calibration nothing is copied.
-    grower = ChainGrower(chains[:, :1], torch.ones(positions, 1), precedent=find_precedents(text, depth))
+    grower = ChainGrower(chains[:, :1], torch.ones(positions, 1), match=find_matches(text, depth))
     for level in range(1, depth):
         grower.grow(chains[:, level, None, None], torch.ones(positions, 1, 1))
     evidence = grower.finish(depth).evidence
@@ -174,7 +174,7 @@ def logit_of(rows: Tensor, chosen: Tensor) -> Tensor:
     return (mine.squeeze(1) - others).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
 
 
-def find_precedents(text: Text, depth: int) -> Precedent:
+def find_matches(text: Text, depth: int) -> Match:
     """What a request that runs alone finds in its text, at every position."""
     recent, slot = RecentTexts(1, max(text.tokens) + 1, are_shared=False), torch.tensor([0])
     recent.begin(slot, recent.place([0], [0], [0]))
@@ -185,7 +185,7 @@ def find_precedents(text: Text, depth: int) -> Precedent:
     for tokens in (known, *others[: count_positions(text, depth) - 1]):
         recent.append(slot, tokens, torch.tensor([tokens.shape[1]]))
         found.append(recent.find(slot, depth))
-    return Precedent(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    return Match(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 def draft_by_ngrams(texts: Iterable[Text], depth: int) -> list[tuple[Tensor, Tensor]]:
@@ -195,8 +195,8 @@ def draft_by_ngrams(texts: Iterable[Text], depth: int) -> list[tuple[Tensor, Ten
         positions = count_positions(text, depth)
         if positions == 0:
             continue
-        precedent, steps = find_precedents(text, depth), torch.arange(depth)
-        drafts = continue_texts(precedent, trust, trust_match_lens(precedent.match_lens[:, None] + steps))
+        match, steps = find_matches(text, depth), torch.arange(depth)
+        drafts = propose_matches(match, trust, trust_match_lens(match.match_lens[:, None] + steps))
         lens = torch.arange(positions) + text.prompt_len + 1
         truth = torch.tensor(text.tokens)[lens[:, None] + steps]
         accepted = (drafts.tokens == truth).cumprod(dim=1).sum(dim=1)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tetris_sglang.config import find_settings
-from tetris_sglang.tools.bench.workloads import MOST_CHARS
+from tetris_sglang.tools.bench.workloads import MAX_CHARS
 from tetris_sglang.tools.load import Completion, generate
 from tetris_sglang.tools.models import ensure_target, find_head
 from tetris_sglang.tools.prompts import (
@@ -55,19 +55,19 @@ class Recording(NamedTuple):
     num_steps: int = 6
     topk: int = 1
     temperature: float = 0.0
-    num_continued: int = 0
+    num_extension: int = 0
     """Tokens with which chains go on from recent texts."""
     calibration: bool = True
     """Off: the draft's own tokens and probabilities, as SGLang's speculation has them."""
 
     @property
     def num_nodes(self) -> int:
-        return self.num_steps * self.topk + self.num_continued
+        return self.num_steps * self.topk + self.num_extension
 
 
 RECORDINGS = {
     "eagle3": Recording(),
-    "eagle3_continued": Recording(num_continued=6),
+    "eagle3_extension": Recording(num_extension=6),
     "eagle3_tree": Recording(num_steps=5, topk=3),
     "eagle3_sampled": Recording(temperature=1.0),
     "ngram": Recording(is_ngram=True),
@@ -77,7 +77,7 @@ RECORDINGS = {
 def mixed_prompts(count: int) -> list[Prompt]:
     """ShareGPT (of the split for results), HumanEval and the project's questions in turn; `count` of them at most."""
     kinds = [read_sharegpt(RESULTS), read_human_eval(), read_questions()]
-    short = [[prompt for prompt in kind if len(prompt.text) <= MOST_CHARS] for kind in kinds]
+    short = [[prompt for prompt in kind if len(prompt.text) <= MAX_CHARS] for kind in kinds]
     return [prompt for in_turn in zip(*short, strict=False) for prompt in in_turn][:count]
 
 
@@ -142,7 +142,7 @@ def record(
         "--speculative-tetris-capacity-per-request", str(recording.num_nodes), "--speculative-tetris-record", str(path),
         "--speculative-tetris-calibration", "true" if recording.calibration else "false",
     ]  # fmt: skip
-    if recording.num_continued:
+    if recording.num_extension:
         arguments += ["--speculative-num-draft-tokens", str(recording.num_nodes + 1)]
     # Settings in the environment are for other servers.
     for name in find_settings():

@@ -5,7 +5,7 @@
 
 1. A TETRIS server with automatic capacity starts alone and times its passes, as any does.
 2. Two servers answer the comparison's requests one at a time and record what was drafted: one the head's own tokens, which
-   SGLang's speculation verifies; the other what TETRIS drafts from precedents, with chains that go on. That the answers are
+   SGLang's speculation verifies; the other what TETRIS drafts from matches, with chains that go on. That the answers are
    those of the comparison is checked.
 3. The same requests are simulated in the same order. Fitted are four constants to the runs without speculation and to those of
    SGLang's own with the fewest drafts: the machine's pace against that of the timed passes, with one row and with more, the
@@ -65,7 +65,7 @@ RECORDINGS = {
 BAND = 0.10
 CHUNK_TOKENS = 2048
 """SGLang's default for --chunked-prefill-size on such a machine."""
-LEAST_EQUAL = 0.9
+MIN_EQUAL = 0.9
 """Of the answers: near-ties fall differently in passes of other shapes."""
 
 Orders = dict[tuple[Load, int], list[Prompt]]
@@ -92,7 +92,7 @@ def main(
     traces: Annotated[
         Path, typer.Option(help="Folder of recorded drafts; what is there is not recorded again.")
     ] = TRACES,
-    most_in_flight: Annotated[
+    max_in_flight: Annotated[
         int, typer.Option(min=1, help="Leave out larger loads: fewer prompts to record.")
     ] = 16,
     retime: Annotated[bool, typer.Option(help="Time the passes again.")] = False,
@@ -105,7 +105,7 @@ def main(
         settings = read_settings(comparison)
     except ValueError as error:
         raise typer.BadParameter(f"--measured {measured}: {error}") from None
-    samples = [s for s in comparison["samples"] if s["concurrency"] <= most_in_flight]
+    samples = [s for s in comparison["samples"] if s["concurrency"] <= max_in_flight]
     workload = find_workload(settings)
     orders = {
         (load, repeat): find_order(workload, settings, load, repeat)
@@ -172,7 +172,7 @@ def check_answers(samples: Sequence[Sample], orders: Orders, texts: Texts) -> No
         equal = np.mean(
             [mine == theirs for mine, theirs in zip(recorded, sample["output_hashes"], strict=True)]
         )
-        if equal < LEAST_EQUAL:
+        if equal < MIN_EQUAL:
             raise ValueError(
                 f"concurrency {sample['concurrency']}: {equal:.0%} of the answers are those that the model writes now"
             )
@@ -273,7 +273,7 @@ def find_policy(arm: Arm) -> tuple[str, str] | None:
         "full": (f"sd{arm.k}", SERVED),
         "tetris": (f"tetris{arm.k}+{arm.extra}", SERVED),
         "uniform": (f"uniform{arm.k}+{arm.extra}", SERVED),
-        "auto": ("auto", SERVED) if (arm.num_steps, arm.continued) == (DEPTH, DEPTH) else None,
+        "auto": ("auto", SERVED) if (arm.num_steps, arm.extension) == (DEPTH, DEPTH) else None,
     }.get(arm.family)
 
 

@@ -25,7 +25,7 @@ MAX_NUM_STEPS = 64
 DEFAULT_NUM_STEPS = 6
 
 
-def default_continued(num_steps: int) -> int:
+def default_extension(num_steps: int) -> int:
     """Tokens by which chains go on from recent texts where the capacity sets itself: as many as were drafted."""
     return max(0, min(num_steps, MAX_NUM_STEPS - num_steps))
 

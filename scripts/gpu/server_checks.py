@@ -93,7 +93,7 @@ def check_drafts(report: Report) -> None:
                     report, f"g-{name.replace(' ', '-')}", [*TETRIS_FLAGS, *flags], inner, prefill_graphs
                 )
                 outputs = tetris.generate_all(_prompts(), concurrency=32, max_new_tokens=64)
-                _check_greedy(report, name, expected, outputs, least_success=0.15)
+                _check_greedy(report, name, expected, outputs, min_success=0.15)
 
 
 def _serve(
@@ -134,7 +134,7 @@ def _check_greedy(
     name: str,
     expected: Sequence[dict],
     actual: Sequence[dict],
-    least_success: float = 0.3,
+    min_success: float = 0.3,
 ) -> None:
     """Texts are equal, or part at a near-tie of the target: passes of different shapes round differently."""
     gaps = []
@@ -149,17 +149,17 @@ def _check_greedy(
     report.expect(what, len(gaps) <= count // 3, f"{len(gaps)} of {count} differ")
     what = f"{name}: they part at near-ties only"
     report.expect(what, largest < 0.15, f"largest log-probability gap {largest:.3f}")
-    _check_acceptance(report, name, actual, least_success)
+    _check_acceptance(report, name, actual, min_success)
 
 
-def _check_acceptance(report: Report, name: str, outputs: Sequence[dict], least_success: float) -> None:
+def _check_acceptance(report: Report, name: str, outputs: Sequence[dict], min_success: float) -> None:
     """Drafts accepted, of those verified."""
     accepted, selected = (
         sum(o["meta_info"].get(f"spec_num_{counted}_drafts", 0) for o in outputs)
         for counted in ("correct", "selected")
     )
     report.expect(
-        f"{name}: drafts are accepted", accepted > least_success * selected > 0, f"{accepted} of {selected}"
+        f"{name}: drafts are accepted", accepted > min_success * selected > 0, f"{accepted} of {selected}"
     )
 
 
@@ -195,7 +195,7 @@ def _check_sampled(report: Report, plain, tetris, prompt: str, sampling: dict, s
         table = [column for column in zip(*table, strict=True) if sum(column)]
         p = chi2_contingency(numpy.array(table).T).pvalue if len(table) > 1 else 1.0
         report.expect(f"sampled token {position} is distributed alike, {sampling}", p > 1e-4, f"p = {p:.3g}")
-    _check_acceptance(report, f"sampled, {sampling}", outputs[1], least_success=0.3)
+    _check_acceptance(report, f"sampled, {sampling}", outputs[1], min_success=0.3)
 
 
 def _check_metrics(report: Report, client, prompts: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ TARGET, DRAFT = PAIR / "target", PAIR / "draft"
 NUM_STEPS = 5
 SHARPNESS = 256
 """By how much SHARP_TARGET's logits are the target's."""
-NUM_CONTINUED = 4
+NUM_EXTENSION = 4
 """Tokens behind the last pass's, where chains go on."""
 MTP_CHECKPOINT = "MTP_CHECKPOINT"
 TOKEN_MAP = "TOKEN_MAP"
@@ -65,8 +65,8 @@ ARGUMENTS = {
     # as a rejection. Chains go on from the text, as far as it did; that may be wrong.
     "perfect": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
-        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_CONTINUED),
-        "--speculative-tetris-capacity-per-request", str(NUM_STEPS + NUM_CONTINUED),
+        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_EXTENSION),
+        "--speculative-tetris-capacity-per-request", str(NUM_STEPS + NUM_EXTENSION),
     ],
     # The same with trees of all their nodes. They keep the chains most likely as a whole, which need not include the target's
     # own: but where the first token of every level is all but certain, it is in each tree, and every level must be accepted.
@@ -81,7 +81,7 @@ ARGUMENTS = {
     # caught up on.
     "perfect_switching": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
-        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_CONTINUED),
+        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_EXTENSION),
     ],
     "tree": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
@@ -95,7 +95,7 @@ ARGUMENTS = {
     "eagle": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle"),
         "--speculative-tetris-capacity-per-request", "2.5", "--speculative-token-map", TOKEN_MAP,
-        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_CONTINUED),
+        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_EXTENSION),
     ],
     "eagle3": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
@@ -128,7 +128,7 @@ RECORDING = (*TETRIS_SERVERS, "perfect", "perfect_switching")
 FEATURED = ("overlap", "tree", "ngram", "eagle3")
 """Chains and trees, with a model, a head and neither, with overlap scheduling and without."""
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
-LEAST_SUCCESS = {
+MIN_SUCCESS = {
     "overlap": 0.5, "synchronous": 0.5, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
     "mtp": 0.35, "parallel": 0.3, "parallel_tree": 0.3,
 }  # fmt: skip

@@ -11,7 +11,7 @@ from tests.e2e.client import texts
 from tests.e2e.conftest import NUM_STEPS
 
 LOADS = (1, 4, 16, 4, 1)
-MOST_DRAFTS = 2 * NUM_STEPS
+MAX_DRAFTS = 2 * NUM_STEPS
 """Of a request and step: by default chains go on from the text by as many tokens as the model drafts."""
 
 
@@ -32,7 +32,7 @@ def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plai
         for output in outputs:
             meta = output["meta_info"]
             emitted = 1 + meta["spec_verify_ct"] + meta["spec_num_correct_drafts"]
-            assert 48 <= emitted <= 48 + MOST_DRAFTS
+            assert 48 <= emitted <= 48 + MAX_DRAFTS
             assert (
                 meta["spec_num_correct_drafts"]
                 <= meta["spec_num_selected_drafts"]
@@ -52,7 +52,7 @@ def test_it_says_what_it_believes(auto, mixed_prompts):
     auto.generate_all(mixed_prompts[:8], concurrency=4, max_new_tokens=48, ignore_eos=True)
     state = auto.tetris_state()
     assert 0.1 < state["expected_gain"] < 10
-    assert 0 <= state["expected_accepted_per_request"] <= MOST_DRAFTS
+    assert 0 <= state["expected_accepted_per_request"] <= MAX_DRAFTS
     for name in (
         "expected_plain_step_seconds",
         "expected_speculative_step_seconds",

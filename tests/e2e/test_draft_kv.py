@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.client import texts
-from tests.e2e.conftest import LEAST_SUCCESS, NUM_CONTINUED, NUM_STEPS, ROOMY, SHARPNESS, SWITCHING
+from tests.e2e.conftest import MIN_SUCCESS, NUM_EXTENSION, NUM_STEPS, ROOMY, SHARPNESS, SWITCHING
 from tetris_sglang.trace import Trace, read_trace
 
 ALMOST_ALL = 0.98
@@ -106,10 +106,10 @@ def test_every_draft_of_the_model_is_accepted_also_where_chains_went_on(
     assert texts(outputs) == texts(plain.generate_all(mixed_prompts[:12], **params))
     perfect.flush_cache()
     accepted = read_trace(servers.trace_path("perfect")).accepted[begun:]
-    assert accepted.shape[1] == NUM_STEPS + NUM_CONTINUED
-    by_model, continued = accepted[:, :NUM_STEPS], accepted[:, NUM_STEPS:]
-    # What the step before continued is what this one's first pass catches up on. The texts repeat themselves.
-    assert continued.any(axis=1).mean() > 0.2
+    assert accepted.shape[1] == NUM_STEPS + NUM_EXTENSION
+    by_model, extension = accepted[:, :NUM_STEPS], accepted[:, NUM_STEPS:]
+    # What the step before extension is what this one's first pass catches up on. The texts repeat themselves.
+    assert extension.any(axis=1).mean() > 0.2
     assert by_model.all(axis=1).mean() > ALMOST_ALL
 
 
@@ -191,7 +191,7 @@ def test_retraction_shows_nowhere(plain, cramped, mixed_prompts, request):
     after = cramped.tetris_state()
     assert _count_retractions(cramped) > retractions_before, "the pool was large enough: nothing was tested"
     accepted, selected = (after[f"{n}_tokens"] - before[f"{n}_tokens"] for n in ("accepted", "selected"))
-    assert accepted > LEAST_SUCCESS[request.node.callspec.params["tetris"]] * selected
+    assert accepted > MIN_SUCCESS[request.node.callspec.params["tetris"]] * selected
 
 
 def test_penalties_go_on_counting_after_a_retraction(plain, cramped, mixed_prompts):

@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from tests.e2e.client import make_request, texts
-from tests.e2e.conftest import LEAST_SUCCESS, NUM_STEPS
+from tests.e2e.conftest import MIN_SUCCESS, NUM_STEPS
 
 
 def test_greedy_output_equals_no_speculation(plain, tetris, mixed_prompts):
@@ -34,7 +34,7 @@ def test_drafts_are_accepted(tetris, mixed_prompts, request):
         sum(output["meta_info"][f"spec_num_{name}_drafts"] for output in outputs)
         for name in ("correct", "selected")
     )
-    assert accepted > LEAST_SUCCESS[kind] * selected
+    assert accepted > MIN_SUCCESS[kind] * selected
 
 
 def test_short_outputs(plain, featured, mixed_prompts):

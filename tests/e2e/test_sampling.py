@@ -18,7 +18,7 @@ from tetris_sglang.tools.server_process import ServerProcess
 NUM_TOKENS = 4
 NUM_SAMPLES = 900
 # Of the drafts verified at temperature 1. Their most likely tokens, without the noise, reach 0.13, 0.34, 0.14, 0.12, 0.09 and 0.08.
-LEAST_SAMPLED_SUCCESS = {
+MIN_SAMPLED_SUCCESS = {
     "overlap": 0.35, "synchronous": 0.42, "tree": 0.25, "eagle": 0.28, "eagle3": 0.14, "mtp": 0.12,
 }  # fmt: skip
 # The filters overlap, so their order shows: upstream's verify renormalises after top-k and then applies top-p.
@@ -146,11 +146,11 @@ def test_mixed_batches_keep_greedy_requests_greedy(plain, featured, mixed_prompt
 def test_sampled_drafts_meet_sampled_targets(tetris, mixed_prompts, request):
     """Each kind of draft draws with the target's noise, heads with shortened vocabularies, too."""
     name = request.node.callspec.params["tetris"]
-    if name not in LEAST_SAMPLED_SUCCESS:
+    if name not in MIN_SAMPLED_SUCCESS:
         pytest.skip("n-grams draw nothing: they look texts up")
     before = tetris.tetris_state()
     tetris.generate_all(mixed_prompts[:16], temperature=1, max_new_tokens=64, ignore_eos=True)
     after = tetris.tetris_state()
     accepted, selected = (after[f"{n}_tokens"] - before[f"{n}_tokens"] for n in ("accepted", "selected"))
     assert selected > 100
-    assert accepted > LEAST_SAMPLED_SUCCESS[name] * selected
+    assert accepted > MIN_SAMPLED_SUCCESS[name] * selected

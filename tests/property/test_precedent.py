@@ -1,4 +1,4 @@
-"""Precedents: what the text says of each draft is what reading the text says, and what that is worth is learnt."""
+"""Matches: what the text says of each draft is what reading the text says, and what that is worth is learnt."""
 
 import pytest
 import torch
@@ -6,20 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower, continue_texts, trust
+from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower, propose_matches, trust
 from tetris_sglang.estimates import Calibration, EvidenceOffsets
 from tetris_sglang.estimates.estimator import EvidenceCalibration
 from tetris_sglang.texts import (
-    FIRST_CONTINUED,
+    FIRST_EXTENSION,
     FIRST_COPIED,
     INITIAL_OFFSETS,
-    NOT_CONTINUED,
+    NO_EXTENSION,
     NUM_EVIDENCE,
-    Counsel,
-    Precedent,
+    Matcher,
+    Match,
     is_copied,
-    is_precedents,
-    least_passes,
+    is_matching,
+    min_passes,
     trust_match_lens,
 )
 from tetris_sglang.texts.match import COPIED_PROB, MAX_MATCH
@@ -37,12 +37,12 @@ def length_class(match_len: int) -> int:
     return next(i for i, most in enumerate((1, 3, 7, 10**9), start=1) if match_len <= most)
 
 
-def read_evidence(precedent: list[int], match_len: int, path: list[int]) -> int:
+def read_evidence(match: list[int], match_len: int, path: list[int]) -> int:
     """Of the last token of `path`, which the draft drafted."""
     level = len(path) - 1
-    if not match_len or path[:-1] != precedent[:level]:
+    if not match_len or path[:-1] != match[:level]:
         return 0
-    return 2 * length_class(match_len + level) - (path[-1] == precedent[level])
+    return 2 * length_class(match_len + level) - (path[-1] == match[level])
 
 
 class Copying:
@@ -63,43 +63,43 @@ class Copying:
 NEVER, SOMETIMES, ALWAYS = Copying(0.0), Copying(0.6), Copying(1.0)
 
 
-def random_precedent(generator: torch.Generator, batch: int, depth: int) -> Precedent:
+def random_match(generator: torch.Generator, batch: int, depth: int) -> Match:
     match_lens = torch.randint(MAX_MATCH + 1, (batch,), generator=generator)
     is_others = (torch.rand(batch, generator=generator) < 0.5) & (match_lens > 0)
-    return Precedent(
+    return Match(
         torch.randint(VOCAB, (batch, depth), generator=generator),
         match_lens,
         is_others if torch.rand((), generator=generator) < 0.8 else None,
     )
 
 
-def read_kinds(proposal: Proposal, precedent: Precedent) -> list[list[int]]:
-    """The evidence as if all precedents stood in the requests' own texts; that of others must have said so."""
+def read_kinds(proposal: Proposal, match: Match) -> list[list[int]]:
+    """The evidence as if all matches stood in the requests' own texts; that of others must have said so."""
     evidence = proposal.evidence
-    if precedent.is_others is None:
+    if match.is_others is None:
         return evidence.tolist()
-    says_something = (evidence != 0) & (evidence != NOT_CONTINUED)
-    assert torch.equal(evidence >= KINDS, precedent.is_others[:, None] & says_something)
+    says_something = (evidence != 0) & (evidence != NO_EXTENSION)
+    assert torch.equal(evidence >= KINDS, match.is_others[:, None] & says_something)
     return (evidence % KINDS).tolist()
 
 
-def grow(seed: int, batch: int, branches: int, depth: int, calibrate, num_continued: int = 0):
-    """(proposal, precedent) of random drafts, every other one of which follows the precedent."""
+def grow(seed: int, batch: int, branches: int, depth: int, calibrate, num_extension: int = 0):
+    """(proposal, match) of random drafts, every other one of which follows the match."""
     generator = torch.Generator().manual_seed(seed)
-    precedent = random_precedent(generator, batch, depth + num_continued)
+    match = random_match(generator, batch, depth + num_extension)
 
     def draw(level: int, *above: int):
         tokens = torch.rand(batch, *above, VOCAB, generator=generator).argsort(dim=-1)[..., :branches]
-        copied = precedent.tokens[:, level].view(-1, *[1] * (tokens.ndim - 1))
+        copied = match.tokens[:, level].view(-1, *[1] * (tokens.ndim - 1))
         lucky = torch.rand(batch, *above, 1, generator=generator) < 0.5
         new = lucky & ~(tokens == copied).any(dim=-1, keepdim=True)
         tokens[..., :1] = torch.where(new, copied, tokens[..., :1])
         return tokens, torch.rand(*tokens.shape, generator=generator).clamp(0.01, 0.99)
 
-    grower = (ChainGrower if branches == 1 else TreeGrower)(*draw(0), calibrate, precedent)
+    grower = (ChainGrower if branches == 1 else TreeGrower)(*draw(0), calibrate, match)
     for level in range(1, depth):
         grower.grow(*draw(level, branches))
-    return grower.finish(1000), precedent
+    return grower.finish(1000), match
 
 
 def read_paths(proposal) -> list[list[list[int]]]:
@@ -117,64 +117,64 @@ def read_paths(proposal) -> list[list[list[int]]]:
     return paths
 
 
-def continued_class(match_len: int) -> int:
+def extension_class(match_len: int) -> int:
     return next(i for i, most in enumerate((1, 3, 7, 15, 10**9), start=1) if match_len <= most)
 
 
 @given(SEEDS, st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.sampled_from((0.0, 0.6, 1.0)))
-def test_chains_go_on_as_the_precedent_does_if_they_followed_it(seed, batch, depth, num_continued, copied):
+def test_chains_go_on_as_the_match_does_if_they_followed_it(seed, batch, depth, num_extension, copied):
     calibrate = Copying(copied)
-    proposal, precedent = grow(seed, batch, 1, depth, calibrate, num_continued)
-    assert proposal.tokens.shape == (batch, depth + num_continued)
-    follows = is_precedents(proposal.evidence)
-    needed = least_passes(proposal.evidence, num_continued)
-    kinds = read_kinds(proposal, precedent)
+    proposal, match = grow(seed, batch, 1, depth, calibrate, num_extension)
+    assert proposal.tokens.shape == (batch, depth + num_extension)
+    follows = is_matching(proposal.evidence)
+    needed = min_passes(proposal.evidence, num_extension)
+    kinds = read_kinds(proposal, match)
     for request in range(batch):
-        match_len, stood = int(precedent.match_lens[request]), precedent.tokens[request].tolist()
+        match_len, stood = int(match.match_lens[request]), match.tokens[request].tolist()
         tokens, evidence = proposal.tokens[request].tolist(), kinds[request]
         followed = match_len > 0 and tokens[:depth] == stood[:depth]
-        for place in range(depth + num_continued):
+        for place in range(depth + num_extension):
             is_stood = match_len > 0 and tokens[: place + 1] == stood[: place + 1]
             if place < depth:
                 assert bool(follows[request, place]) == is_stood
             else:
                 assert tokens[place] == stood[place]
-                kind = FIRST_CONTINUED - 1 + continued_class(match_len + place)
-                assert evidence[place] == (kind if followed else NOT_CONTINUED)
+                kind = FIRST_EXTENSION - 1 + extension_class(match_len + place)
+                assert evidence[place] == (kind if followed else NO_EXTENSION)
                 assert float(proposal.scores[request, place]) == pytest.approx(copied if followed else 0.0)
                 assert float(proposal.probs[request, place]) == (COPIED_PROB if followed else 0.0)
             # With fewer passes the place would still hold this token if what is copied from the text reaches it.
             reaches = followed if place >= depth else is_stood
             assert int(needed[request, place]) == (
-                max(0, place + 1 - num_continued) if reaches else place + 1
+                max(0, place + 1 - num_extension) if reaches else place + 1
             )
 
 
 @given(SEEDS, st.integers(1, 4), st.integers(1, 12))
-def test_texts_go_on_by_themselves_where_there_is_a_precedent(seed, batch, num_continued):
-    precedent = random_precedent(torch.Generator().manual_seed(seed), batch, num_continued)
-    proposal = continue_texts(precedent, Copying(0.6))
-    assert torch.equal(proposal.tokens, precedent.tokens)
+def test_texts_go_on_by_themselves_where_there_is_a_match(seed, batch, num_extension):
+    match = random_match(torch.Generator().manual_seed(seed), batch, num_extension)
+    proposal = propose_matches(match, Copying(0.6))
+    assert torch.equal(proposal.tokens, match.tokens)
     # No pass drafts them.
-    needed = least_passes(proposal.evidence, num_continued)
-    for request, match_len in enumerate(precedent.match_lens.tolist()):
+    needed = min_passes(proposal.evidence, num_extension)
+    for request, match_len in enumerate(match.match_lens.tolist()):
         if not match_len:
-            assert proposal.evidence[request].tolist() == [NOT_CONTINUED] * num_continued
+            assert proposal.evidence[request].tolist() == [NO_EXTENSION] * num_extension
             assert (
-                proposal.scores[request].tolist() == proposal.probs[request].tolist() == [0.0] * num_continued
+                proposal.scores[request].tolist() == proposal.probs[request].tolist() == [0.0] * num_extension
             )
             continue
-        kinds = [FIRST_CONTINUED - 1 + continued_class(match_len + place) for place in range(num_continued)]
-        assert read_kinds(proposal, precedent)[request] == kinds
-        assert proposal.scores[request].tolist() == pytest.approx([0.6] * num_continued)
-        assert proposal.probs[request].tolist() == [COPIED_PROB] * num_continued
-        assert needed[request].tolist() == [0] * num_continued
+        kinds = [FIRST_EXTENSION - 1 + extension_class(match_len + place) for place in range(num_extension)]
+        assert read_kinds(proposal, match)[request] == kinds
+        assert proposal.scores[request].tolist() == pytest.approx([0.6] * num_extension)
+        assert proposal.probs[request].tolist() == [COPIED_PROB] * num_extension
+        assert needed[request].tolist() == [0] * num_extension
 
 
 def test_without_calibration_a_longer_match_is_believed_more():
-    precedent = Precedent(torch.tensor([[3, 9], [4, 8], [5, 7]]), torch.tensor([0, 2, 8]))
-    probs = trust_match_lens(precedent.match_lens[:, None] + torch.arange(2))
-    proposal = continue_texts(precedent, trust, probs)
+    match = Match(torch.tensor([[3, 9], [4, 8], [5, 7]]), torch.tensor([0, 2, 8]))
+    probs = trust_match_lens(match.match_lens[:, None] + torch.arange(2))
+    proposal = propose_matches(match, trust, probs)
     assert torch.equal(proposal.scores[1:], probs[1:]) and torch.equal(proposal.scores, proposal.probs)
     assert proposal.scores[0].tolist() == [0, 0]
     assert probs[1, 0] < probs[1, 1] < probs[2, 0] < probs[2, 1]
@@ -184,23 +184,23 @@ SHAPES = st.tuples(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 5
 
 
 @given(SHAPES)
-def test_every_node_carries_what_the_precedent_says_of_it(shape):
-    proposal, precedent = grow(*shape, NEVER)
+def test_every_node_carries_what_the_match_says_of_it(shape):
+    proposal, match = grow(*shape, NEVER)
     for request, paths in enumerate(read_paths(proposal)):
-        copied, match_len = precedent.tokens[request].tolist(), int(precedent.match_lens[request])
+        copied, match_len = match.tokens[request].tolist(), int(match.match_lens[request])
         expected = [read_evidence(copied, match_len, path) for path in paths]
-        assert read_kinds(proposal, precedent)[request] == expected
+        assert read_kinds(proposal, match)[request] == expected
 
 
 @given(SHAPES)
-def test_what_is_copied_is_the_precedent_s_and_stands_once(shape):
+def test_what_is_copied_is_the_match_s_and_stands_once(shape):
     _, _, branches, depth = shape
-    proposal, precedent = grow(*shape, ALWAYS)
+    proposal, match = grow(*shape, ALWAYS)
     for request, paths in enumerate(read_paths(proposal)):
-        copied, match_len = precedent.tokens[request].tolist(), int(precedent.match_lens[request])
+        copied, match_len = match.tokens[request].tolist(), int(match.match_lens[request])
         assert len({tuple(path) for path in paths}) == len(paths)  # nothing is drafted twice
         for node, path in enumerate(paths):
-            kind = read_kinds(proposal, precedent)[request][node]
+            kind = read_kinds(proposal, match)[request][node]
             if kind >= FIRST_COPIED:
                 assert path == copied[: len(path)]
                 assert kind == FIRST_COPIED - 1 + length_class(match_len + len(path) - 1)
@@ -215,14 +215,14 @@ def test_what_is_copied_is_the_precedent_s_and_stands_once(shape):
 def test_a_copied_token_needs_the_better_score(shape):
     seed, batch, branches, _ = shape
     generator = torch.Generator().manual_seed(seed)
-    precedent = random_precedent(generator, batch, 1)
+    match = random_match(generator, batch, 1)
     tokens = torch.rand(batch, VOCAB, generator=generator).argsort(dim=-1)[..., :branches]
     probs = torch.rand(batch, branches, generator=generator)
-    grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, SOMETIMES, precedent)
+    grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, SOMETIMES, match)
     for request in range(batch):
-        mine, copied = tokens[request].tolist(), int(precedent.tokens[request, 0])
+        mine, copied = tokens[request].tolist(), int(match.tokens[request, 0])
         takes = (
-            bool(precedent.match_lens[request])
+            bool(match.match_lens[request])
             and copied not in mine
             and float(probs[request, -1]) < SOMETIMES.copied_score
         )
@@ -235,8 +235,8 @@ def test_a_copied_token_needs_the_better_score(shape):
 
 
 def test_docstring_examples():
-    found = Precedent(torch.tensor([[3, 9, 1]]), torch.tensor([2]))
-    choice = Counsel(found, NEVER).choose(
+    found = Match(torch.tensor([[3, 9, 1]]), torch.tensor([2]))
+    choice = Matcher(found, NEVER).choose(
         0, torch.tensor([[[3, 4]]]), torch.tensor([[[0.5, 0.3]]]), torch.tensor([[True]])
     )
     assert choice.agrees.tolist() == [[True, False]]
@@ -245,15 +245,15 @@ def test_docstring_examples():
 def test_nothing_is_asked_of_the_device_while_drafting():
     """Shapes alone decide what runs, as a captured graph needs it."""
     with FakeTensorMode():
-        precedent = Precedent(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
+        match = Match(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
         offsets = EvidenceOffsets(INITIAL_OFFSETS)
         calibrate = EvidenceCalibration(Calibration(3), offsets)
-        counsel = Counsel(precedent, calibrate)
+        matcher = Matcher(match, calibrate)
         tokens, probs = torch.zeros(2, 1, 2, dtype=torch.int64), torch.ones(2, 1, 2)
-        choice = counsel.choose(0, tokens, probs, counsel.exists)
+        choice = matcher.choose(0, tokens, probs, matcher.exists)
         tokens, probs = torch.zeros(2, 2, 2, dtype=torch.int64), torch.ones(2, 2, 2)
-        choice = counsel.choose(1, tokens, probs, choice.is_followed)
-        _, scores, evidence = counsel.score(slice(1, 2), 2, choice)
+        choice = matcher.choose(1, tokens, probs, choice.is_followed)
+        _, scores, evidence = matcher.score(slice(1, 2), 2, choice)
         offsets.observe(evidence, scores, choice.agrees, choice.agrees)
         assert offsets.offsets(evidence).shape == (2, 4)
 

@@ -202,7 +202,7 @@ def test_a_draft_that_becomes_useful_is_noticed():
 @pytest.mark.parametrize("batch_size", [1, 16])
 def test_texts_that_repeat_themselves_do_without_a_useless_draft(batch_size):
     """The texts begin to repeat themselves when the draft has long been left alone."""
-    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: min(NUM_STEPS + 4, depth + 4), num_continued=4)
+    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: min(NUM_STEPS + 4, depth + 4), num_extension=4)
     policy = AutoCapacity(
         StepTimeModel(SEED, max_rows=256, max_batch_size=64),
         AcceptCurves(NUM_STEPS, capacity_shares(limits.count_nodes(NUM_STEPS))),
@@ -245,7 +245,7 @@ def test_texts_that_repeat_themselves_do_without_a_useless_draft(batch_size):
 @pytest.mark.parametrize("batch_size", [4, 16])
 def test_a_draft_that_is_better_than_it_believes_is_found_beside_good_texts(batch_size):
     """Half of the requests have texts that are nearly always right, and know it; the draft is always right, and does not."""
-    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: depth + 4, num_continued=4)
+    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: depth + 4, num_extension=4)
     policy = AutoCapacity(
         StepTimeModel(SEED, max_rows=256, max_batch_size=64),
         AcceptCurves(NUM_STEPS, capacity_shares(limits.count_nodes(NUM_STEPS))),

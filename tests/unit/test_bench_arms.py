@@ -15,7 +15,7 @@ from tetris_sglang.tools.bench.measuring import bench_serving_arguments, run_ben
 from tetris_sglang.tools.bench.settings import FULL, QUICK, build_settings
 from tetris_sglang.tools.bench.workloads import (
     GROUP_SIZE,
-    MOST_CHARS,
+    MAX_CHARS,
     PREFIX_CHARS,
     WORKLOADS,
     Chats,
@@ -243,8 +243,8 @@ def test_every_repeat_takes_other_prompts():
 
 
 def test_prompts_are_shuffled_and_long_ones_left_out(monkeypatch):
-    too_long = Prompt("long", "sharegpt", "x" * (MOST_CHARS + 1), "")
-    just_right = Prompt("right", "sharegpt", "x" * MOST_CHARS, "")
+    too_long = Prompt("long", "sharegpt", "x" * (MAX_CHARS + 1), "")
+    just_right = Prompt("right", "sharegpt", "x" * MAX_CHARS, "")
     fake_prompts(monkeypatch, (too_long, just_right))
     orders = [find_workload(make_settings(seed=seed)).prompts for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
@@ -427,14 +427,14 @@ def test_chats_are_sent_with_their_parameters_and_counted_by_what_was_written(pl
 
 
 def test_automatic_arms_with_chains_that_go_on_from_the_text():
-    settings = make_settings(arms="auto", num_steps=4, continued="0,5", drafts="eagle,ngram")
+    settings = make_settings(arms="auto", num_steps=4, extension="0,5", drafts="eagle,ngram")
     arms = [arm for arm in settings.build_arms() if arm.family == "auto"]
     assert [arm.name for arm in arms] == ["auto eagle D=4", "auto eagle D=4+5", "auto ngram D=8"]
     flags = [arm.flags("folder", phase_times=False) for arm in arms[:2]]
     assert [one[-2:] for one in flags] == [["--speculative-num-draft-tokens", str(n)] for n in (5, 10)]
     assert "--speculative-num-draft-tokens" not in arms[2].flags(None, phase_times=False)
-    with pytest.raises(ValueError, match="--continued '-1'"):
-        make_settings(continued="-1")
+    with pytest.raises(ValueError, match="--extension '-1'"):
+        make_settings(extension="-1")
 
 
 @pytest.mark.parametrize(

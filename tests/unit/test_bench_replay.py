@@ -18,7 +18,7 @@ from test_replay import make_trace
 from tetris_sglang.tools.replay import RULES, study
 from tetris_sglang.trace import read_trace
 
-MOST_BYTES = 400_000
+MAX_BYTES = 400_000
 
 
 def test_there_is_a_trace_of_every_recording_and_of_no_other():
@@ -30,7 +30,7 @@ def test_a_shipped_trace(name):
     """Small, of the draft that it is named after, every draft verified, and nothing in it of the machine it was made on."""
     path, recording = bench.TRACES / f"{name}.trace.gz", RECORDINGS[name]
     trace = read_trace(path)
-    assert path.stat().st_size < MOST_BYTES and trace.header["model"].startswith("smollm2-135m")
+    assert path.stat().st_size < MAX_BYTES and trace.header["model"].startswith("smollm2-135m")
     assert trace.header["draft"] == name.partition("_")[0]
     assert trace.header["temperature"] == recording.temperature
     assert (trace.header["topk"], trace.header["num_steps"]) == (recording.topk, recording.num_steps)

@@ -378,7 +378,7 @@ def judge_throughput(ratios: dict[str, float], arms: dict[str, dict]) -> dict[st
 def test_goals_are_those_of_chains_that_go_on_where_both_were_measured():
     arms = {
         "auto D=6": {"family": "auto", "num_steps": 6},
-        "auto D=6+6": {"family": "auto", "num_steps": 6, "continued": 6},
+        "auto D=6+6": {"family": "auto", "num_steps": 6, "extension": 6},
     }
     goal = "automatic capacity at least 0.98 of no speculation"
     assert judge_throughput({"auto D=6": 0.9, "auto D=6+6": 1.2}, arms)[goal].holds

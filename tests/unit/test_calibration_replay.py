@@ -166,7 +166,7 @@ def test_drafts_of_two_kinds_in_one_batch_share_capacity_better(other):
 
 
 @pytest.mark.parametrize("name", ["standalone", "overconfident"])
-def test_a_precedent_in_the_text_tells_what_scores_do_not(name):
+def test_a_match_in_the_text_tells_what_scores_do_not(name):
     assert min(gains(WITH_EVIDENCE, name)) > 0.03
     assert off(WITH_EVIDENCE, name) < 0.1
 

@@ -24,23 +24,23 @@ def state_of(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def make_missed(
-    slots: int = 12, most_emitted: int = 1, has_states: bool = False, ranks: Ranks = ALONE
+    slots: int = 12, max_emitted: int = 1, has_states: bool = False, ranks: Ranks = ALONE
 ) -> MissedTokens:
     size = 3 if has_states else None
     return MissedTokens(
-        slots, most_emitted=most_emitted, hidden_size=size, dtype=torch.float32, device="cpu", ranks=ranks
+        slots, max_emitted=max_emitted, hidden_size=size, dtype=torch.float32, device="cpu", ranks=ranks
     )
 
 
 @pytest.mark.parametrize("width", [2, 4, 7])
-@pytest.mark.parametrize("most_emitted", [1, 4])
+@pytest.mark.parametrize("max_emitted", [1, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_missed_and_window_together_hold_every_token_once(width, most_emitted, seed):
+def test_missed_and_window_together_hold_every_token_once(width, max_emitted, seed):
     """Requests of random ages: what is taken, and the window after it, are the text's last tokens without a gap."""
     rng = random.Random(seed)
     batch, slots = 5, 12
     rows = torch.tensor(rng.sample(range(slots), batch))
-    missed = make_missed(slots, most_emitted, has_states=True)
+    missed = make_missed(slots, max_emitted, has_states=True)
     texts = [list(range(100 * r, 100 * r + rng.randint(1, width))) for r in range(batch)]
     tokens = torch.tensor([[0] * (width - len(text)) + text for text in texts])
     window = Window(tokens, torch.tensor([len(text) for text in texts]), state_of(tokens))
@@ -54,7 +54,7 @@ def test_missed_and_window_together_hold_every_token_once(width, most_emitted, s
             tokens[joined] = torch.tensor([0] * (width - 1) + [901])
             window = Window(tokens, torch.cat((window.counts[:-1], torch.tensor([1]))), state_of(tokens))
         # Plain steps, and those that accept some of the texts' own tokens.
-        most = rng.choice((1, most_emitted))
+        most = rng.choice((1, max_emitted))
         counts = [rng.randint(1, most) for _ in texts]
         emitted = torch.full((batch, most), 555)
         for r, (text, count) in enumerate(zip(texts, counts, strict=True)):
@@ -68,7 +68,7 @@ def test_missed_and_window_together_hold_every_token_once(width, most_emitted, s
         missed.push(rows, left)
         longest = max(len(text) - min(width, len(text)) for text in texts)
         assert missed.num_tokens == longest
-    assert missed.most_tokens >= longest
+    assert missed.max_tokens >= longest
     taken = missed.take(rows)
     for r, text in enumerate(texts):
         count, kept = int(taken.counts[r]), int(window.counts[r])
@@ -82,7 +82,7 @@ def test_missed_and_window_together_hold_every_token_once(width, most_emitted, s
         assert torch.equal(states, state_of(torch.tensor(text[:count], dtype=torch.int64)).view(count, 3))
         assert torch.equal(window.hidden_states[r, width - kept :], state_of(torch.tensor(text[count:])))
     assert taken.tokens.shape[1] == longest
-    assert missed.num_tokens == 0 and missed.most_tokens >= longest
+    assert missed.num_tokens == 0 and missed.max_tokens >= longest
     assert missed.take(rows).tokens.shape[1] == 0
 
 
@@ -109,7 +109,7 @@ def test_what_has_not_come_in_yet_counts_as_the_most_it_can_be(monkeypatch):
         return readings[-1]
 
     monkeypatch.setattr(catch_up, "HostCopy", copy_late)
-    missed, rows = make_missed(most_emitted=4), torch.tensor([3, 1])
+    missed, rows = make_missed(max_emitted=4), torch.tensor([3, 1])
     window = Window(torch.tensor([[7, 8], [70, 80]]))
     bounds = []
     for step, counts in enumerate(([1, 2], [4, 1], [1, 1])):
@@ -121,11 +121,11 @@ def test_what_has_not_come_in_yet_counts_as_the_most_it_can_be(monkeypatch):
         bounds.append(missed.num_tokens)
     # All that could have been; then what was after one step and after two, and a step.
     assert bounds == [4, 2 + 4, 5 + 4]
-    assert missed.most_tokens == 5
+    assert missed.max_tokens == 5
     taken = missed.take(rows)
     assert taken.counts.tolist() == [6, 4] and taken.tokens.shape[1] == 9
     assert taken.tokens[0, 3:5].tolist() == [7, 8] and taken.tokens[1, 5:7].tolist() == [70, 80]
-    assert missed.num_tokens == 0 and missed.most_tokens == 9
+    assert missed.num_tokens == 0 and missed.max_tokens == 9
 
 
 def test_its_memory_is_bounded(monkeypatch):
@@ -138,7 +138,7 @@ def test_its_memory_is_bounded(monkeypatch):
     assert not missed.has_room(1)
     # A few steps find room whatever they take.
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 0)
-    assert make_missed(most_emitted=7).has_room(28)
+    assert make_missed(max_emitted=7).has_room(28)
 
 
 def test_only_steps_between_steps_are_timed(monkeypatch):

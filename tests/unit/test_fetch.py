@@ -102,7 +102,7 @@ def conversation(name: str, *turns: tuple[str, str]) -> str:
 def test_sharegpt_is_split_by_conversation_and_no_question_is_in_two_splits(tmp_path):
     names = [f"c{i}" for i in range(64)]
     rows = [conversation(n, ("human", f"question {i % 48}"), ("gpt", "a")) for i, n in enumerate(names)]
-    rows.append(conversation("odd", ("gpt", "continued"), ("human", "question")))
+    rows.append(conversation("odd", ("gpt", "extension"), ("human", "question")))
     rows.append(conversation("empty"))
     # The packaged file is cut off in the middle of an object.
     text = "[\n" + ",\n".join(rows) + ',\n{"id": "cut", "conversations": [{"from": "hu'

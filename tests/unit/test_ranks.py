@@ -121,12 +121,12 @@ def test_ranks_catch_up_alike_whatever_has_come_in(pair, monkeypatch):
             "HostCopy",
             lambda *tensors, ready=has_come_in: SimpleNamespace(tensors=tensors, is_ready=ready),
         )
-        missed.append(make_missed(most_emitted=4, ranks=ranks))
+        missed.append(make_missed(max_emitted=4, ranks=ranks))
         rows, left = torch.tensor([3, 1]), torch.tensor([[7, 0, 0, 0], [8, 0, 0, 0]])
         missed[-1].push(rows, Window(left, torch.tensor([1, 1])))
     first, second = missed
     assert (first.num_tokens, second.num_tokens) == (1, 1)
-    assert (first.most_tokens, second.most_tokens) == (1, 1)
+    assert (first.max_tokens, second.max_tokens) == (1, 1)
     taken = [each.take(rows) for each in missed]
     assert [each.tokens.tolist() for each in taken] == [[[7], [8]]] * 2
     # Nothing is missing now, and nobody has to be asked.

@@ -16,7 +16,7 @@ from record_replay import (
     count_positions,
     draft_by_model,
     draft_by_ngrams,
-    find_precedents,
+    find_matches,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -83,8 +83,8 @@ def test_ngrams_draft_from_what_was_known_then():
 
 
 def look_up(known: list[int]) -> tuple[int, list[int]]:
-    """Of a text that is known so far: tokens that the precedent shares with its end, and what followed there."""
-    found = find_precedents(Text("code", known + [0] * DEPTH, len(known) - 1), DEPTH)
+    """Of a text that is known so far: tokens that the match shares with its end, and what followed there."""
+    found = find_matches(Text("code", known + [0] * DEPTH, len(known) - 1), DEPTH)
     return int(found.match_lens), found.tokens[0].tolist()
 
 

@@ -11,7 +11,7 @@ from tetris_sglang.drafting import Proposal, TreeShape, make_grid, tree_survival
 from tetris_sglang.packing import AcceptedTokens
 from tetris_sglang.runtime.reports import recording
 from tetris_sglang.runtime.reports.recording import StepRecorder
-from tetris_sglang.texts import FIRST_CONTINUED, NOT_CONTINUED
+from tetris_sglang.texts import FIRST_EXTENSION, NO_EXTENSION
 from tetris_sglang.texts.match import NO_EVIDENCE
 from tetris_sglang.trace import read_trace
 
@@ -24,14 +24,14 @@ class Request:
 
 @pytest.fixture
 def make_recorder(tmp_path):
-    def make(num_continued: int = 0) -> StepRecorder:
+    def make(num_extension: int = 0) -> StepRecorder:
         config = TetrisConfig(4, 2.5, None, record=tmp_path / "run.trace")
         return StepRecorder(
             config,
             draft="eagle",
             topk=2,
             num_nodes=NUM_NODES,
-            num_continued=num_continued,
+            num_extension=num_extension,
             num_slots=8,
             device="cpu",
         )
@@ -93,14 +93,14 @@ def test_chains(make_recorder, read):
 
 def test_what_the_text_continues_needs_fewer_passes(make_recorder, read):
     """Two passes and two tokens more: one chain follows its text from the root on, the other one never."""
-    recorder = make_recorder(num_continued=2)
+    recorder = make_recorder(num_extension=2)
     recorder.add_prefilled([Request(), Request()], torch.tensor([0, 1]))
     scores = torch.full((2, 4), 0.5)
     agreement, contradiction = 1, 2
     evidence = torch.tensor(
         [
-            [agreement, agreement, FIRST_CONTINUED, FIRST_CONTINUED],
-            [contradiction, NO_EVIDENCE] + [NOT_CONTINUED] * 2,
+            [agreement, agreement, FIRST_EXTENSION, FIRST_EXTENSION],
+            [contradiction, NO_EVIDENCE] + [NO_EXTENSION] * 2,
         ]
     )
     proposal = Proposal(torch.zeros_like(evidence), scores, None, scores, evidence)

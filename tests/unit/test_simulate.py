@@ -50,7 +50,7 @@ from tetris_sglang.tools.simulate.workload import (
 )
 from tetris_sglang.trace import open_for_writing, read_trace, row_type
 
-DEPTH, CONTINUED = 4, 3
+DEPTH, EXTENSION = 4, 3
 PASSES = PassTimes(
     {rows: 0.02 + 0.0004 * max(0, rows - 24) for rows in (1, 8, 24, 64, 512)},
     {1: 0.003, 64: 0.006},
@@ -79,14 +79,14 @@ def make_going_on(quality: float = 0.7, texts: int = 12, positions: int = 40, se
     random = np.random.default_rng(seed)
     rows = make_rows(quality, texts, positions, seed)
     follows = random.random(len(rows.accepted)) < 0.5
-    probs = random.beta(9 * quality, 9 * (1 - quality), (len(follows), CONTINUED))
+    probs = random.beta(9 * quality, 9 * (1 - quality), (len(follows), EXTENSION))
     behind = probs.cumprod(axis=1).astype(np.float32) * rows.survival[:, -1:]
     lasted = (random.random(probs.shape) < probs).cumprod(axis=1).sum(axis=1)
     return DraftRows(
         np.concatenate((rows.survival, behind), axis=1),
         np.where(rows.accepted == DEPTH, DEPTH + lasted, rows.accepted),
         rows.starts,
-        rows.reach + CONTINUED * follows[:, None],
+        rows.reach + EXTENSION * follows[:, None],
     )
 
 
@@ -115,7 +115,7 @@ def costs_for(setup: Setup, passes: PassTimes = PASSES, **options):
     return make_costs(
         passes,
         max_running=setup.max_running,
-        num_drafts=DEPTH + CONTINUED,
+        num_drafts=DEPTH + EXTENSION,
         chunk_tokens=setup.chunk_tokens,
         **options,
     )
@@ -162,7 +162,7 @@ def test_chains_that_go_on_equal_the_plain_engine(users):
     classes = [make_class(make_going_on()), make_class(make_rows(0.5, seed=1), name="other")]
     requests, setup = draw_requests(classes, 90, seed=5), make_setup(users=users, max_running=9)
     costs, table = costs_for(setup), join_rows(classes)
-    assert table.codes.shape[1] == DEPTH + CONTINUED
+    assert table.codes.shape[1] == DEPTH + EXTENSION
     auto = make_plans("auto", costs, classes, max_running=9)
     texts = auto._replace(depth=np.zeros(10, np.int64), capacity=(2 * np.arange(10) + 1) // 3)
     assert auto.goes_on
@@ -347,11 +347,11 @@ def test_auto_is_what_automatic_capacity_converges_to(make, quality, batch_size)
     one = make_class(make(quality, texts=60))
     rows, costs = one.rows, costs_for(make_setup())
     num_levels = rows.survival.shape[1]
-    num_continued = num_levels - DEPTH
+    num_extension = num_levels - DEPTH
     limits = DraftLimits(
-        range(0 if num_continued else 1, DEPTH + 1),
-        lambda depth: depth + num_continued,
-        num_continued=num_continued,
+        range(0 if num_extension else 1, DEPTH + 1),
+        lambda depth: depth + num_extension,
+        num_extension=num_extension,
     )
     real = AutoCapacity(
         StepTimeModel(PASSES, max_rows=64 * (num_levels + 1), max_batch_size=64),
@@ -524,7 +524,7 @@ def test_what_texts_continue_is_found_between_recorded_steps(tmp_path):
     table["node_depths"] = np.arange(1, 5)
     table["passes"] = [[0, 0, 1, 2], [0, 2, 3, 4]]
     table["accepted"] = [[0b0111], [0]]
-    with open_for_writing(tmp_path / "one.trace", 4, num_continued=2) as file:
+    with open_for_writing(tmp_path / "one.trace", 4, num_extension=2) as file:
         file.write(table.tobytes())
     found = read_rows(tmp_path / "one.trace")
     assert found.depth == 2 and found.goes_on and found.starts.tolist() == [0, 5]

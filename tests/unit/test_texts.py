@@ -19,7 +19,7 @@ SLOTS, COLUMNS, WIDTH = 6, 40, 4
 
 def make_texts(columns: int = COLUMNS, are_shared: bool = True) -> RequestTexts:
     pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, columns, dtype=torch.int32))
-    return RequestTexts(pool, vocab_size=99, most_emitted=WIDTH, are_shared=are_shared)
+    return RequestTexts(pool, vocab_size=99, max_emitted=WIDTH, are_shared=are_shared)
 
 
 def make_batch(slots: list[int], texts: dict[int, list[int]]):
@@ -65,7 +65,7 @@ def test_texts_follow_prompts_steps_and_new_requests_in_old_slots():
             assert texts.tokens[slot, : len(text)].tolist() == text
 
 
-def test_a_precedent_is_found_in_the_slot_s_own_text():
+def test_a_match_is_found_in_the_slot_s_own_text():
     texts = make_texts()
     known = {4: [5, 6, 7, 5, 6], 1: [9, 9, 8]}
     texts.add_prompts(make_batch([4, 1], known), torch.tensor([6, 8]))
@@ -83,7 +83,7 @@ def test_of_a_long_prompt_the_end_is_searched():
 
 
 @pytest.mark.parametrize("key", ["extra_key", "cache_salt"])
-def test_what_another_request_wrote_is_a_precedent_until_it_is_forgotten(key):
+def test_what_another_request_wrote_is_matched_until_it_is_forgotten(key):
     """Whichever wrote it: prompt, steps, or one that is gone; not across cache salts."""
     texts, known = make_texts(), {3: [1, 2, 3], 0: [8, 4, 5], 2: [9, 4, 5]}
     texts.add_prompts(make_batch([3], known), torch.tensor([3]))

@@ -34,7 +34,7 @@ MEASURED = json.loads(json.dumps({"settings": asdict(SETTINGS)}))
         (Arm("tetris", capacity_tokens=8, num_steps=6), ("tetris6@8", SERVED)),
         (Arm("uniform", 2, 1), ("uniform2+1", SERVED)),
         (Arm("full", 4), ("sd4", SERVED)),
-        (Arm("auto", num_steps=6, continued=6), ("auto", SERVED)),
+        (Arm("auto", num_steps=6, extension=6), ("auto", SERVED)),
         (Arm("auto", num_steps=6), None),
         (Arm("tetris", 5, 2), None),
         (Arm("random", 2, 1), None),

@@ -21,7 +21,7 @@ from tetris_sglang.capacity.step_time import StepShape, StepTimeModel
 _GAIN_TO_ENTER = 1.02
 _GAIN_TO_LEAVE = 0.995
 """Of speculation against plain decoding: between them nothing changes."""
-_LEAST_STEPS = 4
+_MIN_STEPS = 4
 """Steps of one kind before the other kind may follow."""
 _FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 1, 64
 """Speculative steps after which one does something else: each look doubles them. In turns it goes to the full depth and verifies
@@ -38,7 +38,7 @@ _DRAW_EVERY = 8
 those known to be slower do not."""
 _ALLOWED_SHARE = 0.005
 """Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful."""
-_FIRST_ALLOWANCE, _MOST_ALLOWANCE, _PLAIN_ALLOWANCE = 2.0, 8.0, 1.0
+_FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE = 2.0, 8.0, 1.0
 """In plain steps: what a new server may lose beside that, what speculation can save up, and what it leaves to plain decoding."""
 
 
@@ -85,7 +85,7 @@ class AutoCapacity:
         seconds = self.step_times.predict(found.features, context_tokens, self._drawn)
         accepted = self.curves.accepted(found.depths, found.capacity_tokens / batch_size)
         # However many siblings a tree verifies, one token a level is accepted.
-        emitted = 1 + np.minimum(accepted, found.depths + limits.num_continued)
+        emitted = 1 + np.minimum(accepted, found.depths + limits.num_extension)
         value = emitted / seconds
         best = 1 + int(value[1:].argmax())
         self.expected_gain = float(value[best] / value[0])
@@ -96,7 +96,7 @@ class AutoCapacity:
 
     def begin_step(self, shape: StepShape) -> None:
         """A step of this shape begins: what it takes longer than a plain one is charged."""
-        self._allowance = min(self._allowance, _MOST_ALLOWANCE) + _ALLOWED_SHARE - self._price(shape)
+        self._allowance = min(self._allowance, _MAX_ALLOWANCE) + _ALLOWED_SHARE - self._price(shape)
 
     def confirm(self, depth: int, batch_size: int, expected: float | None, accepted: int) -> None:
         """Of one speculative step: what `AcceptCurves.observe` returned (None: not known), and what came true."""
@@ -114,7 +114,7 @@ class AutoCapacity:
     ) -> StepPlan:
         self._steps_in_mode += 1
         if self._speculates:
-            is_slower = self.expected_gain < _GAIN_TO_LEAVE and self._steps_in_mode > _LEAST_STEPS
+            is_slower = self.expected_gain < _GAIN_TO_LEAVE and self._steps_in_mode > _MIN_STEPS
             if is_slower or self._allowance < 0:
                 self._change_mode()
                 return StepPlan(0, 0)
@@ -127,7 +127,7 @@ class AutoCapacity:
             if not self._looks_deep:
                 return StepPlan(0, 0)
             return self._look_deep(batch_size, limits, 2 * plan.capacity_tokens)
-        if self._steps_in_mode > _LEAST_STEPS and self._allowance > 0:
+        if self._steps_in_mode > _MIN_STEPS and self._allowance > 0:
             if self.expected_gain > _GAIN_TO_ENTER:
                 self._change_mode()
                 return plan

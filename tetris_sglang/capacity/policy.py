@@ -30,13 +30,13 @@ class DraftLimits:
         texts, which needs no pass.
     count_nodes: depth -> tokens drafted per request.
     fit_rows: (batch_size, rows) -> rows that a target's pass for them has (those of its graph); None: as many as asked for.
-    num_continued: tokens of a chain behind those that its passes draft.
+    num_extension: tokens of a chain behind those that its passes draft.
     """
 
     depths: Sequence[int]
     count_nodes: Callable[[int], int]
     fit_rows: Callable[[int, int], int | None] = _as_asked
-    num_continued: int = 0
+    num_extension: int = 0
 
     @property
     def num_steps(self) -> int:

@@ -1,7 +1,7 @@
 """What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them; and what
 texts say of a draft, the request's own and others'."""
 
-from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower, continue_texts
+from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower, propose_matches
 from tetris_sglang.drafting.proposal import (
     Calibrate,
     Grid,
@@ -23,7 +23,7 @@ __all__ = [
     "TreeGrower",
     "TreeShape",
     "ancestor_mask",
-    "continue_texts",
+    "propose_matches",
     "count_nodes",
     "make_grid",
     "tree_survival",

@@ -16,10 +16,10 @@ from tetris_sglang.selection.survival import as_probability
 from tetris_sglang.texts.match import (
     COPIED_PROB,
     Choice,
-    Counsel,
-    Precedent,
-    continued_evidence,
-    score_continued,
+    Matcher,
+    Match,
+    extension_evidence,
+    score_extension,
 )
 
 
@@ -43,63 +43,61 @@ class Grower(Protocol):
 
 
 class ChainGrower:
-    """One branch: the draft's most likely continuation, or the precedent's where that is the likelier one.
+    """One branch: the draft's most likely continuation, or the match's where that is the likelier one.
 
     Args:
         tokens, probs: [batch, 1]. calibrate: what probabilities are worth.
-        precedent: as deep as the chains will be, continued tokens included; default: none is asked.
+        match: as deep as the chains will be, extension tokens included; default: none is asked.
     """
 
     frontier_rows = None
 
     def __init__(
-        self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, precedent: Precedent | None = None
+        self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, match: Match | None = None
     ) -> None:
         self._calibrate = calibrate
-        self._counsel = None if precedent is None else Counsel(precedent, calibrate)
-        self._is_followed = None if self._counsel is None else self._counsel.exists
+        self._matcher = None if match is None else Matcher(match, calibrate)
+        self._is_followed = None if self._matcher is None else self._matcher.exists
         self._levels: list[tuple[Tensor, ...]] = []
         self.grow(tokens[:, None], probs[:, None])
 
     def grow(self, tokens: Tensor, probs: Tensor) -> None:
-        if self._counsel is None:
+        if self._matcher is None:
             level = tokens[:, 0], probs[:, 0]
         else:
-            level = self._counsel.choose(len(self._levels), tokens, probs, self._is_followed)
+            level = self._matcher.choose(len(self._levels), tokens, probs, self._is_followed)
             self._is_followed = level.is_followed
         self._levels.append(level)
         self.frontier_tokens = level[0]
 
     def finish(self, max_nodes: int) -> Proposal:
-        """Chains of at most `max_nodes` tokens: of the levels', and as many behind them as the precedents are deeper."""
+        """Chains of at most `max_nodes` tokens: of the levels', and as many behind them as the matches are deeper."""
         parts = [torch.cat(part, dim=1)[:, :max_nodes] for part in zip(*self._levels, strict=True)]
         tokens, probs = parts[:2]
         depths = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-        if self._counsel is None:
+        if self._matcher is None:
             return Proposal(tokens, self._calibrate(probs, depths, None), None, probs)
-        columns = tokens, *self._counsel.score(slice(0, len(depths)), depths, Choice(*parts))
-        end = min(max_nodes, self._counsel.num_levels)
+        columns = tokens, *self._matcher.score(slice(0, len(depths)), depths, Choice(*parts))
+        end = min(max_nodes, self._matcher.num_levels)
         if end > len(depths):
-            continued = self._counsel.go_on(slice(len(depths), end), self._is_followed)
-            columns = tuple(torch.cat(pair, dim=1) for pair in zip(columns, continued, strict=True))
+            extension = self._matcher.go_on(slice(len(depths), end), self._is_followed)
+            columns = tuple(torch.cat(pair, dim=1) for pair in zip(columns, extension, strict=True))
         tokens, probs, scores, evidence = columns
         return Proposal(tokens, scores, None, probs, evidence)
 
 
-def continue_texts(
-    precedent: Precedent, calibrate: Calibrate, probs: Tensor | float = COPIED_PROB
-) -> Proposal:
-    """Chains that are the precedents themselves: no draft was asked.
+def propose_matches(match: Match, calibrate: Calibrate, probs: Tensor | float = COPIED_PROB) -> Proposal:
+    """Chains that are the matches themselves: no draft was asked.
 
     Args:
         probs: [batch, depth] float32, or one for all: what to believe of their tokens without calibration.
-    Example: precedent tokens [[3, 9, 1]], match_lens [2] -> tokens [[3, 9, 1]]; match_lens [0] -> scores [[0, 0, 0]]
+    Example: match tokens [[3, 9, 1]], match_lens [2] -> tokens [[3, 9, 1]]; match_lens [0] -> scores [[0, 0, 0]]
     """
-    depths = torch.arange(1, precedent.tokens.shape[1] + 1, device=precedent.tokens.device)
-    exists = (precedent.match_lens > 0)[:, None]
-    kinds = continued_evidence(precedent)
-    probs, scores, evidence = score_continued(kinds, exists, depths, calibrate, probs)
-    return Proposal(precedent.tokens, scores, None, probs, evidence)
+    depths = torch.arange(1, match.tokens.shape[1] + 1, device=match.tokens.device)
+    exists = (match.match_lens > 0)[:, None]
+    kinds = extension_evidence(match)
+    probs, scores, evidence = score_extension(kinds, exists, depths, calibrate, probs)
+    return Proposal(match.tokens, scores, None, probs, evidence)
 
 
 class TreeGrower:
@@ -107,18 +105,18 @@ class TreeGrower:
 
     Args:
         tokens, probs: [batch, branches], the most likely first tokens. calibrate: what probabilities are worth.
-        precedent: as deep as the trees will be; default: none is asked.
+        match: as deep as the trees will be; default: none is asked.
     """
 
     frontier_rows: Tensor | None = None
 
     def __init__(
-        self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, precedent: Precedent | None = None
+        self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, match: Match | None = None
     ) -> None:
         batch, self._branches = tokens.shape
         self._calibrate = calibrate
-        self._counsel = None if precedent is None else Counsel(precedent, calibrate)
-        self._is_followed = None if self._counsel is None else self._counsel.exists
+        self._matcher = None if match is None else Matcher(match, calibrate)
+        self._is_followed = None if self._matcher is None else self._matcher.exists
         # Indices of the frontier in the concatenation of all levels.
         self._frontier = torch.full((batch, 1), -1, device=tokens.device)
         self._frontier_survival = probs.new_ones(batch, 1)
@@ -136,13 +134,13 @@ class TreeGrower:
     def _add(self, tokens: Tensor, probs: Tensor) -> None:
         """Take in the frontier's children [batch, frontier, branches]."""
         level = len(self._tokens)
-        if self._counsel is None:
+        if self._matcher is None:
             tokens, probs = tokens.flatten(1), probs.flatten(1)
             scores = self._calibrate(probs, level + 1, None)
         else:
-            choice = self._counsel.choose(level, tokens, probs, self._is_followed)
+            choice = self._matcher.choose(level, tokens, probs, self._is_followed)
             tokens, self._is_followed = choice.tokens, choice.is_followed
-            probs, scores, evidence = self._counsel.score(slice(level, level + 1), level + 1, choice)
+            probs, scores, evidence = self._matcher.score(slice(level, level + 1), level + 1, choice)
             self._evidence.append(evidence)
         # Rounding cannot lift a child above its parent: a product with at most 1 rounds to at most the other factor.
         survival = self._frontier_survival.repeat_interleave(self._branches, dim=1) * as_probability(scores)

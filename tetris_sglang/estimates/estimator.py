@@ -10,10 +10,10 @@ from torch import Tensor
 from tetris_sglang.drafting import Grid, Proposal
 from tetris_sglang.estimates import Calibration, EvidenceOffsets, chain_outcomes, tree_outcomes
 from tetris_sglang.packing import AcceptedTokens
-from tetris_sglang.texts import FIRST_CONTINUED, FIRST_COPIED, NOT_CONTINUED, is_copied
+from tetris_sglang.texts import FIRST_EXTENSION, FIRST_COPIED, NO_EXTENSION, is_copied
 
-_MOST_STEPS = 8
-_MOST_REQUESTS = 128
+_MAX_STEPS = 8
+_MAX_REQUESTS = 128
 """Learning costs as much for one request as for many, so small steps wait for each other."""
 
 
@@ -89,13 +89,13 @@ class AcceptanceLearner:
         judged, probs = judge_nodes(proposal, grid, accepted, verify_lens), proposal.probs
         kinds = proposal.evidence
         if kinds is not None:
-            judged = judged._replace(reached=judged.reached & (kinds != NOT_CONTINUED))
+            judged = judged._replace(reached=judged.reached & (kinds != NO_EXTENSION))
             calibrated = self.calibrate(probs, judged.depths, kinds)
             self.evidence.observe(kinds, calibrated, judged.reached, judged.accepted)
             judged = judged._replace(reached=judged.reached & ~is_copied(kinds))
         self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
         self._num_requests += len(probs)
-        if len(self._steps) == _MOST_STEPS or self._num_requests >= _MOST_REQUESTS:
+        if len(self._steps) == _MAX_STEPS or self._num_requests >= _MAX_REQUESTS:
             self._learn()
 
     def _learn(self) -> None:
@@ -114,6 +114,6 @@ class AcceptanceLearner:
             # After long matches, where there is most evidence.
             "agreement_offset": offsets[FIRST_COPIED - 2],
             "contradiction_offset": offsets[FIRST_COPIED - 1],
-            "copied_offset": offsets[FIRST_CONTINUED - 1],
-            "continued_offset": offsets[NOT_CONTINUED - 1],
+            "copied_offset": offsets[FIRST_EXTENSION - 1],
+            "extension_offset": offsets[NO_EXTENSION - 1],
         }

@@ -1,7 +1,7 @@
 """What a kind of evidence about a drafted token is worth: an offset in log-odds for each kind, learnt online.
 
 Of two tokens with the same score at the same depth, the one that something else speaks for is the likelier one (for example
-a precedent in a recent text, texts/match.py). With p the probability including the offset so far, every
+a match in a recent text, texts/match.py). With p the probability including the offset so far, every
 judged token of a kind moves that kind's offset by
 
     (accepted - p) / precision,    precision = 1 / deviation^2 + sum of p (1 - p) over this kind's tokens so far
@@ -42,7 +42,7 @@ class EvidenceOffsets:
             raise ValueError(
                 f"there must be kinds, deviation be above 0 and decay in (0, 1], got {initial}, {deviation} and {decay}"
             )
-        self._least_precision = deviation**-2
+        self._min_precision = deviation**-2
         self._decay = torch.tensor(decay, dtype=torch.float64, device=device)
         self._information = torch.zeros(len(initial), dtype=torch.float64, device=device)
         """Of p (1 - p)."""
@@ -69,7 +69,7 @@ class EvidenceOffsets:
         sums = torch.zeros(2, len(self._offsets), dtype=torch.float64, device=probs.device)
         surprise, information = sums.index_add_(1, kinds.flatten(), judged.double())
         self._information.mul_(self._decay ** reached.sum()).add_(information)
-        self._offsets.add_(surprise / (self._information + self._least_precision))
+        self._offsets.add_(surprise / (self._information + self._min_precision))
         self._offsets.clamp_(-_LARGEST_OFFSET, _LARGEST_OFFSET)
 
     def summarise(self) -> list[float]:

@@ -13,7 +13,7 @@ WORD_BYTES = 8
 _WORDS_AT_ONCE = 2**11
 
 
-def move_rows(data_ptrs: Tensor, row_bytes: Tensor, most_bytes: int, target: Tensor, source: Tensor) -> None:
+def move_rows(data_ptrs: Tensor, row_bytes: Tensor, max_bytes: int, target: Tensor, source: Tensor) -> None:
     """Copy row source[r, i] to row target[r, i] of every buffer, as if all of a request's were read before any is written.
 
     SGLang's own move (kernels/ops/kvcache/cache_move.py) promises that for up to 256 rows in one launch, but lets one warp
@@ -22,7 +22,7 @@ def move_rows(data_ptrs: Tensor, row_bytes: Tensor, most_bytes: int, target: Ten
     Args:
         data_ptrs: [buffers] uint64, addresses of the buffers, rows one after the other.
         row_bytes: [buffers] int64, bytes of one row, multiples of WORD_BYTES (not checked: that would need a sync).
-            most_bytes: at least the largest of them.
+            max_bytes: at least the largest of them.
         target, source: [batch, n] int64, n <= LARGEST_NUM_ROWS. Requests share no rows, but for those that nobody reads.
     Raises:
         ValueError: wrong shapes, dtypes or devices, or too many rows.
@@ -40,7 +40,7 @@ def move_rows(data_ptrs: Tensor, row_bytes: Tensor, most_bytes: int, target: Ten
     if target.numel() == 0:
         return
     rows, block = plan_move(num_rows)
-    move_kernel[(data_ptrs.numel(), batch, triton.cdiv(most_bytes, block * WORD_BYTES))](
+    move_kernel[(data_ptrs.numel(), batch, triton.cdiv(max_bytes, block * WORD_BYTES))](
         data_ptrs, row_bytes, target, source, num_rows, ROWS=rows, BLOCK=block
     )
 

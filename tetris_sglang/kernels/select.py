@@ -133,8 +133,8 @@ def select_kernel(
     if HAS_WEIGHTS:
         weight = tl.load(weights + requests, mask=is_request, other=0.0)
         has_tokens = weight > 0
-    most_tokens = tl.sum(has_tokens.to(tl.int32)) * MAX_DRAFT
-    capacity = tl.minimum(tl.maximum(capacity, 0), most_tokens).to(tl.int32)
+    max_tokens = tl.sum(has_tokens.to(tl.int32)) * MAX_DRAFT
+    capacity = tl.minimum(tl.maximum(capacity, 0), max_tokens).to(tl.int32)
 
     # One vector per depth, all in the same layout: whatever follows is elementwise but for the counts.
     survival = tl.full([BLOCK], 1.0, tl.float64)

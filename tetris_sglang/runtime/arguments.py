@@ -17,7 +17,7 @@ from tetris_sglang.config import (
     SETTINGS,
     Setting,
     TetrisConfig,
-    default_continued,
+    default_extension,
     export_arguments,
 )
 from tetris_sglang.drafting import count_nodes
@@ -455,9 +455,9 @@ def resolve_server_args(args) -> None:
         is_long = topk == 1 and config.capacity_is_automatic
         if kind == draft_kind.NGRAM and is_long and args.speculative_num_steps is None:
             # What a model's chains have with what continues them; here no further passes are needed.
-            num_steps += default_continued(num_steps)
+            num_steps += default_extension(num_steps)
         if kind != draft_kind.NGRAM and is_long and config.calibration:
-            args.speculative_num_draft_tokens = 1 + num_steps + default_continued(num_steps)
+            args.speculative_num_draft_tokens = 1 + num_steps + default_extension(num_steps)
         else:
             # As many nodes as topk chains have: enough to choose from.
             args.speculative_num_draft_tokens = 1 + topk * num_steps

@@ -95,12 +95,12 @@ def _penalise(
     settings = send(
         [[float(getattr(req.sampling_params, name)) for name in _PENALTIES] for req in batch.reqs], device
     )
-    most_written = max(len(req.output_ids) for req in batch.reqs) + _STEPS_IN_FLIGHT * grid.tokens.shape[1]
+    max_written = max(len(req.output_ids) for req in batch.reqs) + _STEPS_IN_FLIGHT * grid.tokens.shape[1]
     counts = texts.count(
         batch.req_pool_indices,
         send([len(req.origin_input_ids) for req in batch.reqs], device),
         batch.seq_lens + 1,
-        most_written,
+        max_written,
         logits.shape[1],
     )
     drafted = grid.tokens[requests, 1:]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.texts import RecentTexts
 
-_MOST_WAITING = 32
+_MAX_WAITING = 32
 """Plain steps whose tokens wait to be written together."""
 
 
@@ -23,7 +23,7 @@ class RequestTexts:
 
     Args:
         req_to_token_pool: SGLang's, whose slots these are. vocab_size: of the target.
-        most_emitted: tokens that a step writes per request: behind a text's end, some that are not part of it.
+        max_emitted: tokens that a step writes per request: behind a text's end, some that are not part of it.
         are_searched: whether anything is looked up in them. are_shared: whether requests find anything in one another's.
     """
 
@@ -31,13 +31,13 @@ class RequestTexts:
         self,
         req_to_token_pool,
         vocab_size: int,
-        most_emitted: int,
+        max_emitted: int,
         are_searched: bool = True,
         are_shared: bool = False,
     ) -> None:
         slots, columns = req_to_token_pool.req_to_token.shape
         self.tokens = torch.zeros(
-            (slots, columns + most_emitted), dtype=torch.int32, device=req_to_token_pool.req_to_token.device
+            (slots, columns + max_emitted), dtype=torch.int32, device=req_to_token_pool.req_to_token.device
         )
         """[slots, columns], a text from column 0 on."""
         self.recent = (
@@ -45,7 +45,7 @@ class RequestTexts:
             if are_searched
             else None
         )
-        """Where precedents are found, after `flush`."""
+        """Where matches are found, after `flush`."""
         self._waiting: list[Tensor] = []
         self._waiting_for: tuple[Sequence, Tensor] = (), torch.empty(0)
 
@@ -101,7 +101,7 @@ class RequestTexts:
         if self.recent is None:
             return
         is_plain = target_tokens.shape[1] == 1
-        if not is_plain or len(self._waiting) == _MOST_WAITING or self._waiting_for[0] != batch.reqs:
+        if not is_plain or len(self._waiting) == _MAX_WAITING or self._waiting_for[0] != batch.reqs:
             self.flush()
         if is_plain:
             # Writing many tokens takes as long as writing one, and nobody looks before `flush`.

@@ -139,7 +139,7 @@ def forward_target(
     packed: PackedTokens,
     grid: Grid,
     hidden_mode: CaptureHiddenMode,
-    most_drafts: int | None = None,
+    max_drafts: int | None = None,
 ):
     """Run the target over the packed tokens; returns its forward batch and result.
 
@@ -147,11 +147,11 @@ def forward_target(
         batch: the decode ScheduleBatch inside SGLang's forward isolation; seq_lens = tokens with target KV.
         packed: as many rows as there are tokens, or as the pass's graph has.
         hidden_mode: the target's states that the draft wants.
-        most_drafts: that any request verifies, where the host knows fewer than the grid has room for.
+        max_drafts: that any request verifies, where the host knows fewer than the grid has room for.
     """
     width = grid.tokens.shape[1]
-    if most_drafts is not None and grid.shape is None:
-        width = most_drafts + 1
+    if max_drafts is not None and grid.shape is None:
+        width = max_drafts + 1
     batch.input_ids = packed.input_ids
     batch.out_cache_loc = packed.slots
     batch.forward_mode = ForwardMode.TARGET_VERIFY
@@ -276,15 +276,15 @@ def compute_logprobs(
     logits: Tensor,
     accepted: AcceptedTokens,
     packed: PackedTokens,
-    most_accepted: int,
+    max_accepted: int,
 ) -> None:
     """Fill the output logprobs in the strided layout that SGLang's result processing reads.
 
     Args:
         logits: [num_tokens, vocab] from `sample_target`.
-        most_accepted: drafts of any request, as far as the host knows: a stride is no longer than that takes.
+        max_accepted: drafts of any request, as far as the host knows: a stride is no longer than that takes.
     """
-    num_tokens, stride = logits.shape[0], most_accepted + 1
+    num_tokens, stride = logits.shape[0], max_accepted + 1
     target_tokens = accepted.target_tokens[:, :stride]
     strided = logits.new_zeros(*target_tokens.shape, logits.shape[-1])
     if accepted.path is None:

@@ -145,7 +145,7 @@ class TetrisWorker(BaseSpecWorker):
         if self.config.calibration:
             self.learner = AcceptanceLearner(
                 Calibration(
-                    self.speculative_num_steps + self._draft.num_continued, self.device, refresh_every=1
+                    self.speculative_num_steps + self._draft.num_extension, self.device, refresh_every=1
                 ),
                 EvidenceOffsets(INITIAL_OFFSETS, self.device),
             )
@@ -158,7 +158,7 @@ class TetrisWorker(BaseSpecWorker):
                 draft=current_kind(),
                 topk=get_spec().speculative_eagle_topk,
                 num_nodes=self._draft.count_nodes(self.speculative_num_steps),
-                num_continued=self._draft.num_continued,
+                num_extension=self._draft.num_extension,
                 num_slots=len(pool.req_to_token),
                 device=self.device,
             )
@@ -251,8 +251,8 @@ class TetrisWorker(BaseSpecWorker):
                 )
                 draft_lens = self._operations.select_drafts(proposal, capacity_tokens, weights)
             # SGLang reads results in rows of a fixed width.
-            max_depth = depth + self._draft.num_continued if capacity_tokens else 0
-            most_drafts = min(max_depth, capacity_tokens)
+            max_depth = depth + self._draft.num_extension if capacity_tokens else 0
+            max_drafts = min(max_depth, capacity_tokens)
             grid = make_grid(roots, proposal, max_depth, self.speculative_num_draft_tokens)
             if draft_lens is not None:
                 draft_lens, grid = self._share_drafts(draft_lens, grid)
@@ -273,7 +273,7 @@ class TetrisWorker(BaseSpecWorker):
                 packed,
                 grid,
                 self._draft.target_hidden_mode,
-                most_drafts=most_drafts if tier is None else None,
+                max_drafts=max_drafts if tier is None else None,
             )
             logits_output = target_result.logits_output
 
@@ -298,10 +298,10 @@ class TetrisWorker(BaseSpecWorker):
                 # The next step waits for this, and for nothing that follows.
                 on_publish(accepted.new_seq_lens)
             if logprob_logits is not None:
-                compute_logprobs(batch, logits_output, logprob_logits, accepted, packed, most_drafts)
+                compute_logprobs(batch, logits_output, logprob_logits, accepted, packed, max_drafts)
             accept_lens = accepted.accept_lens + 1  # SGLang counts the bonus token in
             hidden_states, logits_output.hidden_states = logits_output.hidden_states, None
-            self._texts.append(batch, accepted.target_tokens[:, : most_drafts + 1], accept_lens)
+            self._texts.append(batch, accepted.target_tokens[:, : max_drafts + 1], accept_lens)
             rows = batch.req_pool_indices
             if self.recorder is not None:
                 self.recorder.add(proposal, grid, accepted, packed.verify_lens, rows, depth)
@@ -317,7 +317,7 @@ class TetrisWorker(BaseSpecWorker):
             else:
                 with self._draft_context():
                     next_draft_input = self._draft.after_undrafted(
-                        batch, draft_input, accepted, hidden_states, packed.qo_indptr, most_drafts
+                        batch, draft_input, accepted, hidden_states, packed.qo_indptr, max_drafts
                     )
         num_drafted = 0 if proposal is None else proposal.tokens.shape[1]
         self.metrics.count_step(
@@ -365,13 +365,13 @@ class TetrisWorker(BaseSpecWorker):
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _make_limits(self) -> DraftLimits:
-        num_steps, num_continued = self.speculative_num_steps, self._draft.num_continued
+        num_steps, num_extension = self.speculative_num_steps, self._draft.num_extension
         depths = range(1, num_steps + 1) if self._draft_worker is None else self._draft_worker.depths
         return DraftLimits(
-            depths=[0, *depths] if num_continued else depths,
+            depths=[0, *depths] if num_extension else depths,
             count_nodes=self._draft.count_nodes,
             fit_rows=self._fit_rows,
-            num_continued=num_continued,
+            num_extension=num_extension,
         )
 
     def _make_policy(self) -> CapacityPolicy:

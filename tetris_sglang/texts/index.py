@@ -1,4 +1,4 @@
-"""What requests wrote lately: their texts, and an index of the n-grams in them, in which precedents are found.
+"""What requests wrote lately: their texts, and an index of the n-grams in them, in which matches are found.
 
 Requests repeat themselves, and each other: answers about one document, files of one project, an agent's steps. SGLang's NGRAM
 (sglang/srt/speculative/cpp_ngram) and SuffixDecoding (arXiv:2411.04975) keep what was written in a trie on the host. Here the
@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from tetris_sglang.texts.match import MAX_MATCH, Precedent
+from tetris_sglang.texts.match import MAX_MATCH, Match
 
 ORDERS = (1, 2, 4, MAX_MATCH)
 """Lengths of the n-grams that are indexed, a text's beginning included. A longer match is found through the longest of them
@@ -168,7 +168,7 @@ class RecentTexts:
         stamped = (places + (self._time << self._time_shift))[:, :, None].expand_as(written)
         self._table.scatter_reduce_(0, written.flatten(), stamped.flatten(), "amax")
 
-    def find(self, slots: Tensor, depth: int) -> Precedent:
+    def find(self, slots: Tensor, depth: int) -> Match:
         """What followed the last time one of the texts ended as these do.
 
         Of the n-grams that end a text, the place of the one that matches longest is taken: in the request's own text, or, where more
@@ -195,4 +195,4 @@ class RecentTexts:
         tokens = self._tokens[(starts[:, None] + steps % ahead[:, None]) % self._nowhere]
         # What is gone may have left anything, even under another key.
         tokens = (tokens ^ self._keys[slots][:, None]).clamp_(0, self._vocab_size - 1)
-        return Precedent(tokens.to(torch.int64), torch.where(is_others, others_lens, own_lens), is_others)
+        return Match(tokens.to(torch.int64), torch.where(is_others, others_lens, own_lens), is_others)

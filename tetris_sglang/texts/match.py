@@ -2,14 +2,14 @@
 
 A text that repeats itself (a loop, a quotation, code that is edited) tells apart drafts whose scores do not: where the
 longest earlier match of the text's end goes on as the draft does, the draft is accepted far more often than where the
-match goes on differently. So every drafted token carries what the precedent says of it, one of NUM_EVIDENCE kinds, and
-what each kind is worth is learnt (estimates/offsets.py). Where the precedent's own token is then the likelier one, it is
+match goes on differently. So every drafted token carries what the match says of it, one of NUM_EVIDENCE kinds, and
+what each kind is worth is learnt (estimates/offsets.py). Where the match's own token is then the likelier one, it is
 drafted in the place of the model's: the model goes on from there.
 
-And where the precedent was followed down to the model's last token, what follows there can be drafted, too: tokens that no
-pass of the model has to pay for ("continued" ones).
+And where the match was followed down to the model's last token, what follows there can be drafted, too: tokens that no
+pass of the model has to pay for ("extension" ones).
 
-Where another request's text shares more than twice as many tokens as the request's own, it is the precedent
+Where another request's text shares more than twice as many tokens as the request's own, it is the match
 (texts/index.py). What such a one says has kinds of its own: it is worth less.
 """
 
@@ -28,89 +28,89 @@ MAX_MATCH = 8
 _LENGTH_CLASSES = 4
 """Match lengths are told apart as 1, 2 to 3, 4 to 7, and more."""
 NO_EVIDENCE = 0
-"""There is no precedent, or one before this token was not followed."""
+"""There is no match, or one before this token was not followed."""
 FIRST_COPIED = 1 + 2 * _LENGTH_CLASSES
-"""Kinds below: by rising match length two each, the precedent goes on with this token, or differently. From here on, by
-match length: the token is the precedent's and not the model's."""
-FIRST_CONTINUED = FIRST_COPIED + _LENGTH_CLASSES
-"""From here on, by match length: no model was asked, the token continues the precedent behind the model's last."""
-_CONTINUED_CLASSES = 5
+"""Kinds below: by rising match length two each, the match goes on with this token, or differently. From here on, by
+match length: the token is the match's and not the model's."""
+FIRST_EXTENSION = FIRST_COPIED + _LENGTH_CLASSES
+"""From here on, by match length: no model was asked, the token continues the match behind the model's last."""
+_EXTENSION_CLASSES = 5
 """As above, and from 16 tokens on: those that were drafted on the way count as shared."""
-NOT_CONTINUED = FIRST_CONTINUED + _CONTINUED_CLASSES
+NO_EXTENSION = FIRST_EXTENSION + _EXTENSION_CLASSES
 """There was nothing to continue: the place holds no draft."""
-_KINDS = NOT_CONTINUED + 1
-"""From here on the same again, of precedents in other requests' texts."""
+_KINDS = NO_EXTENSION + 1
+"""From here on the same again, of matches in other requests' texts."""
 NUM_EVIDENCE = 2 * _KINDS
 COPIED_PROB = 0.5
-"""What stands for the model's probability of a copied or continued token. Calibrated, it is worth what its kind has been."""
+"""What stands for the model's probability of a copied or extension token. Calibrated, it is worth what its kind has been."""
 INITIAL_OFFSETS = (
     *(*[0.0] * FIRST_COPIED, -3.0, -2.5, -2.0, -1.5, -1.5, 0.0, 0.8, 1.7, 2.2, 0.0),
     *(*[0.0] * FIRST_COPIED, -4.0, -3.5, -3.0, -2.5, -2.5, -1.0, 0.0, 0.7, 1.2, 0.0),
 )
 """Log-odds of each kind before anything was seen. A copied token counts for little: drafts that contradict the text have to
-fail first, so a draft that is always right keeps all of its tokens. A continued one takes no model's place: it begins with what
+fail first, so a draft that is always right keeps all of its tokens. A extension one takes no model's place: it begins with what
 such tokens were worth in sampled answers of SmolLM2-135M-Instruct (0.16, 0.46, 0.69 and 0.90 accepted, by rising match length)."""
 
 
-class Precedent(NamedTuple):
+class Match(NamedTuple):
     """Of every request of a batch."""
 
     tokens: Tensor
     """[batch, depth] int64, what followed."""
     match_lens: Tensor
-    """[batch] int64, tokens before these that both places share, 0..MAX_MATCH; 0: there is no precedent."""
+    """[batch] int64, tokens before these that both places share, 0..MAX_MATCH; 0: there is no match."""
     is_others: Tensor | None = None
     """[batch] bool, whether it stands in another request's text; None: none of them does."""
 
 
 def is_copied(evidence: Tensor) -> Tensor:
-    """Whether tokens with this evidence are the precedent's and not the model's: copied, continued, or no draft at all."""
+    """Whether tokens with this evidence are the match's and not the model's: copied, extension, or no draft at all."""
     return evidence % _KINDS >= FIRST_COPIED
 
 
-def is_precedents(evidence: Tensor) -> Tensor:
-    """Whether tokens with this evidence are the precedent's, and those before them on their chains were, too."""
+def is_matching(evidence: Tensor) -> Tensor:
+    """Whether tokens with this evidence are the match's, and those before them on their chains were, too."""
     evidence = evidence % _KINDS
     agrees = (evidence < FIRST_COPIED) & (evidence % 2 == 1)
-    return agrees | ((evidence >= FIRST_COPIED) & (evidence != NOT_CONTINUED))
+    return agrees | ((evidence >= FIRST_COPIED) & (evidence != NO_EXTENSION))
 
 
-def least_passes(evidence: Tensor, num_continued: int) -> Tensor:
-    """How many passes of the draft have a chain's tokens: a precedent's may also be continued behind fewer, or none.
+def min_passes(evidence: Tensor, num_extension: int) -> Tensor:
+    """How many passes of the draft have a chain's tokens: a match's may also be extension behind fewer, or none.
 
     Args:
         evidence: [batch, n] int64, as in `Proposal`.
     Returns:
         [batch, n] int64, from 0.
-    Example: no precedent at all, then agreement down to the last, num_continued 2 -> [[1, 2, 3, 4], [0, 0, 1, 2]]
+    Example: no match at all, then agreement down to the last, num_extension 2 -> [[1, 2, 3, 4], [0, 0, 1, 2]]
     """
     places = torch.arange(1, evidence.shape[1] + 1, device=evidence.device)
-    return torch.where(is_precedents(evidence), (places - num_continued).clamp(min=0), places)
+    return torch.where(is_matching(evidence), (places - num_extension).clamp(min=0), places)
 
 
-def _length_exponents(precedent: Precedent) -> Tensor:
+def _length_exponents(match: Match) -> Tensor:
     """[batch, depth] int64, of the tokens shared before each token the classes: 1 for a length of 1, 2 for 2 to 3, 3 for 4 to 7."""
-    levels = torch.arange(precedent.tokens.shape[1], device=precedent.tokens.device)
-    lens = (precedent.match_lens[:, None] + levels).to(torch.float32)
+    levels = torch.arange(match.tokens.shape[1], device=match.tokens.device)
+    lens = (match.match_lens[:, None] + levels).to(torch.float32)
     # The binary exponent is the class.
     return torch.frexp(lens).exponent.to(torch.int64)
 
 
-def _first_kinds(precedent: Precedent) -> Tensor | int:
+def _first_kinds(match: Match) -> Tensor | int:
     """Where the kinds of its evidence begin: [batch, 1] int64, or 0 for all."""
-    return 0 if precedent.is_others is None else precedent.is_others[:, None] * _KINDS
+    return 0 if match.is_others is None else match.is_others[:, None] * _KINDS
 
 
-def _continued_kinds(exponents: Tensor) -> Tensor:
-    return exponents.clamp(1, _CONTINUED_CLASSES) + (FIRST_CONTINUED - 1)
+def _extension_kinds(exponents: Tensor) -> Tensor:
+    return exponents.clamp(1, _EXTENSION_CLASSES) + (FIRST_EXTENSION - 1)
 
 
-def continued_evidence(precedent: Precedent) -> Tensor:
-    """[batch, depth] int64, the evidence for a precedent's tokens where no model is asked."""
-    return _continued_kinds(_length_exponents(precedent)) + _first_kinds(precedent)
+def extension_evidence(match: Match) -> Tensor:
+    """[batch, depth] int64, the evidence for a match's tokens where no model is asked."""
+    return _extension_kinds(_length_exponents(match)) + _first_kinds(match)
 
 
-def score_continued(
+def score_extension(
     kinds: Tensor,
     was_followed: Tensor,
     depths: Tensor,
@@ -120,12 +120,12 @@ def score_continued(
     """Calibrate tokens that no model was asked for.
 
     Args:
-        kinds: [batch, n] int64, of `continued_evidence`. was_followed: [batch, 1] bool, whether there is something to continue.
+        kinds: [batch, n] int64, of `extension_evidence`. was_followed: [batch, 1] bool, whether there is something to continue.
         depths: [n], from 1. probs: [batch, n] float32, or one for all: what to believe without calibration.
     Returns:
-        probs, scores and evidence as `Counsel.score` returns them; score 0 where there is nothing.
+        probs, scores and evidence as `Matcher.score` returns them; score 0 where there is nothing.
     """
-    evidence = torch.where(was_followed, kinds, NOT_CONTINUED)
+    evidence = torch.where(was_followed, kinds, NO_EXTENSION)
     probs = probs * was_followed.to(torch.float32).expand(evidence.shape)
     return probs, calibrate(probs, depths, evidence) * was_followed, evidence
 
@@ -143,64 +143,64 @@ def trust_match_lens(match_lens: Tensor) -> Tensor:
 
 
 class Choice(NamedTuple):
-    """Drafts of some levels after the precedent was consulted; each [batch, n]."""
+    """Drafts of some levels after the match was consulted; each [batch, n]."""
 
     tokens: Tensor
     """int64."""
     probs: Tensor
     """float32, the draft's own, also where its token gave way."""
     was_followed: Tensor
-    """bool, or [batch, 1]: whether the precedent was followed down to the token's parent."""
+    """bool, or [batch, 1]: whether the match was followed down to the token's parent."""
     agrees: Tensor
-    """bool, whether the draft's token is the precedent's."""
+    """bool, whether the draft's token is the match's."""
     is_copied: Tensor
-    """bool, whether the precedent's token has taken its place."""
+    """bool, whether the match's token has taken its place."""
 
     @property
     def is_followed(self) -> Tensor:
-        """bool, whether the tokens so far are the precedent's."""
+        """bool, whether the tokens so far are the match's."""
         return self.was_followed & (self.agrees | self.is_copied)
 
 
-class Counsel:
-    """Consults a step's precedents while its drafts grow.
+class Matcher:
+    """Consults a step's matches while its drafts grow.
 
     Args:
-        precedent: at least as deep as what is drafted.
+        match: at least as deep as what is drafted.
         calibrate: what probabilities are worth.
     Sync: none; CUDA-graph safe.
     """
 
-    def __init__(self, precedent: Precedent, calibrate: Calibrate) -> None:
-        self._calibrate, self._precedent = calibrate, precedent
-        self.num_levels = precedent.tokens.shape[1]
+    def __init__(self, match: Match, calibrate: Calibrate) -> None:
+        self._calibrate, self._match = calibrate, match
+        self.num_levels = match.tokens.shape[1]
         # For all levels at once: there is little to each, so it costs what launching it takes.
-        self._exponents, self._first_kinds = _length_exponents(precedent), _first_kinds(precedent)
+        self._exponents, self._first_kinds = _length_exponents(match), _first_kinds(match)
         classes = self._exponents.clamp_max(_LENGTH_CLASSES)
         self._contradicted = 2 * classes + self._first_kinds
         self._copied = classes + (FIRST_COPIED - 1) + self._first_kinds
-        self.exists = (precedent.match_lens > 0)[:, None]
+        self.exists = (match.match_lens > 0)[:, None]
         """[batch, 1] bool, whether there is one: at level 0 it is followed so far."""
 
     @cached_property
     def _copy_below(self) -> Tensor:
-        """[batch, num_levels], the draft's probabilities below which the precedent's tokens are worth more."""
+        """[batch, num_levels], the draft's probabilities below which the match's tokens are worth more."""
         depths = torch.arange(1, self.num_levels + 1, device=self._copied.device)
         return self._calibrate.find_rival(depths, self._copied, self._contradicted)
 
     def choose(self, level: int, tokens: Tensor, probs: Tensor, was_followed: Tensor) -> Choice:
-        """Let the precedent's token take a place.
+        """Let the match's token take a place.
 
-        If a parent follows the precedent and none of its children does, the precedent's token takes the place of the last
+        If a parent follows the match and none of its children does, the match's token takes the place of the last
         of them, provided that it scores higher.
 
         Args:
             level: from 0.
             tokens, probs: [batch, parents, children], the most likely ones first.
             was_followed: [batch, parents] bool, of the parents.
-        Example: precedent tokens [[3, 9, 1]], match_lens [2], level 0, tokens [[[3, 4]]] -> agrees [[T, F]]
+        Example: match tokens [[3, 9, 1]], match_lens [2], level 0, tokens [[[3, 4]]] -> agrees [[T, F]]
         """
-        copied = self._precedent.tokens[:, level, None, None]
+        copied = self._match.tokens[:, level, None, None]
         agrees = tokens == copied
         takes = (probs < self._copy_below[:, level, None, None]) & was_followed[:, :, None]
         if tokens.shape[2] > 1:
@@ -213,7 +213,7 @@ class Counsel:
         return Choice(tokens.flatten(1), probs.flatten(1), was_followed, agrees.flatten(1), takes.flatten(1))
 
     def score(self, levels: slice, depths: int | Tensor, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
-        """Calibrate drafts by what the precedent says of them.
+        """Calibrate drafts by what the match says of them.
 
         Args:
             levels: of the choice's columns: one for all of them, or one each. depths: the same from 1, as `Calibrate` takes
@@ -230,14 +230,14 @@ class Counsel:
         return probs, self._calibrate(probs, depths, evidence), evidence
 
     def go_on(self, levels: slice, was_followed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Continue the precedents behind the model's last tokens.
+        """Continue the matches behind the model's last tokens.
 
         Args:
-            levels: of the continued tokens, from 0. was_followed: [batch, 1] bool, whether there is something to continue.
+            levels: of the extension tokens, from 0. was_followed: [batch, 1] bool, whether there is something to continue.
         Returns:
             tokens [batch, n] int64, and probs, scores and evidence as `score` returns them; score 0 where there is nothing.
         """
         depths = torch.arange(levels.start + 1, levels.stop + 1, device=was_followed.device)
-        kinds = _continued_kinds(self._exponents[:, levels]) + self._first_kinds
-        scored = score_continued(kinds, was_followed, depths, self._calibrate)
-        return self._precedent.tokens[:, levels], *scored
+        kinds = _extension_kinds(self._exponents[:, levels]) + self._first_kinds
+        scored = score_extension(kinds, was_followed, depths, self._calibrate)
+        return self._match.tokens[:, levels], *scored

@@ -225,7 +225,7 @@ def simulate(
     slo_tpot_ms: Annotated[
         float | None, typer.Option(help="As --slo-e2e-ms, but per token after the first.")
     ] = None,
-    most_replicas: Annotated[
+    max_replicas: Annotated[
         int | None, typer.Option(help="How far that search goes.", show_default="64")
     ] = None,
     threads: Annotated[

@@ -13,7 +13,7 @@ from pathlib import Path
 from tetris_sglang.cache import cache_folder
 from tetris_sglang.tools.fetch import SMOLLM2, NotFetched, fetch
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 HEAD = REPOSITORY / "benchmarks" / "smollm2-135m-eagle3"
 """The EAGLE-3 head that the repository ships for it; an installed package is without it."""
 

@@ -127,12 +127,12 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             rows, seq_lens = buffers.req_pool_indices[:size], buffers.seq_lens[:size]
             noise = RequestNoise(self._seeds[:size], self._scales[:size])
             places = self._draft.locate(window, seq_lens, rows, depth)
-            precedent = self._draft.find_precedent(rows, depth)
+            match = self._draft.find_match(rows, depth)
             # Each pass replaces the states that the others read.
             first.spec_info.hidden_states = (
                 None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
             )
-            proposal = self._draft.run(first, rest, window, places, noise, precedent, depth, self._forward)
+            proposal = self._draft.run(first, rest, window, places, noise, match, depth, self._forward)
             columns = proposal.tokens, proposal.scores, proposal.probs, proposal.evidence
             return (*(column for column in columns if column is not None), *(proposal.shape or ()))
 

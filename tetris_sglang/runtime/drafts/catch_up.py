@@ -13,8 +13,8 @@ from tetris_sglang.runtime.ranks import Ranks
 
 MEMORY_BYTES = 64 << 20
 """For tokens and, where the draft reads them, the target's states."""
-MOST_TOKENS = 1024
-_LEAST_STEPS = 4
+MAX_TOKENS = 1024
+_MIN_STEPS = 4
 """For which there is room, whatever that takes."""
 
 
@@ -25,7 +25,7 @@ class MissedTokens:
     most; of several ranks the first one's knowledge counts.
 
     Args:
-        num_slots: rows of SGLang's request-to-token table. most_emitted: tokens per request and step.
+        num_slots: rows of SGLang's request-to-token table. max_emitted: tokens per request and step.
         hidden_size, dtype: of the states; None: the draft reads none.
         ranks: that catch up together.
     """
@@ -34,15 +34,15 @@ class MissedTokens:
         self,
         num_slots: int,
         *,
-        most_emitted: int,
+        max_emitted: int,
         hidden_size: int | None,
         dtype: torch.dtype,
         device: str | torch.device,
         ranks: Ranks,
     ) -> None:
         state_bytes = 0 if hidden_size is None else hidden_size * dtype.itemsize
-        affordable = min(MOST_TOKENS, MEMORY_BYTES // (num_slots * (4 + state_bytes)))
-        self._capacity = max(_LEAST_STEPS * most_emitted, affordable)
+        affordable = min(MAX_TOKENS, MEMORY_BYTES // (num_slots * (4 + state_bytes)))
+        self._capacity = max(_MIN_STEPS * max_emitted, affordable)
         shape = (num_slots, self._capacity)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -51,10 +51,10 @@ class MissedTokens:
         )
         # The most of a running request after each step that the host has not read yet, and what the step can have added.
         self._unread: deque[tuple[HostCopy, int]] = deque()
-        self._num_read = self._most_read = 0
+        self._num_read = self._max_read = 0
         # What all ranks go by.
         self._ranks = ranks
-        self._num_agreed = self._most_agreed = 0
+        self._num_agreed = self._max_agreed = 0
 
     @property
     def num_tokens(self) -> int:
@@ -63,10 +63,10 @@ class MissedTokens:
         return self._num_agreed
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """The most that a request was known to miss: as many may be missing at the end of a cached prefix."""
         self._agree()
-        return self._most_agreed
+        return self._max_agreed
 
     def has_room(self, emitted: int) -> bool:
         """For a step that emits so many tokens per request at most."""
@@ -78,14 +78,14 @@ class MissedTokens:
         while self._unread and self._unread[0][0].is_ready:
             reading, _ = self._unread.popleft()
             self._num_read = int(reading.tensors[0])
-            self._most_read = max(self._most_read, self._num_read)
+            self._max_read = max(self._max_read, self._num_read)
 
     def _agree(self) -> None:
         if not self._num_agreed:  # on every rank
             return
         self._read()
-        known = self._num_read + sum(added for _, added in self._unread), self._most_read
-        self._num_agreed, self._most_agreed = self._ranks.agree(known)
+        known = self._num_read + sum(added for _, added in self._unread), self._max_read
+        self._num_agreed, self._max_agreed = self._ranks.agree(known)
 
     def forget_rows(self, rows: Tensor) -> None:
         """These slots [n] belong to requests just prefilled, by the draft, too."""
@@ -120,7 +120,7 @@ class MissedTokens:
     def take(self, rows: Tensor) -> Window:
         """What the requests in these slots [batch] missed, aligned to the right; counts may be 0. Forgets everything."""
         counts, width = self._counts[rows], self.num_tokens
-        self._most_read = self._most_agreed = max(self._most_agreed, width)
+        self._max_read = self._max_agreed = max(self._max_agreed, width)
         states = None if self._states is None else align_right(self._states[rows, :width], counts)
         missed = Window(align_right(self._tokens[rows, :width], counts).to(torch.int64), counts, states)
         self._counts.zero_()

@@ -38,7 +38,7 @@ from tetris_sglang.drafting import (
     ChainGrower,
     Proposal,
     TreeGrower,
-    continue_texts,
+    propose_matches,
     count_nodes,
     trust,
 )
@@ -58,7 +58,7 @@ from tetris_sglang.runtime.kv_moves import move_kv
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.requests.seeds import request_noise
 from tetris_sglang.runtime.texts import RequestTexts
-from tetris_sglang.texts import Precedent
+from tetris_sglang.texts import Match
 
 _CATCH_UP_ROWS = 4096
 """Rows of one pass that catches up."""
@@ -93,7 +93,7 @@ class ModelDraft:
     target_state_size: int | None = None
     """Values of the target's state that the draft reads with a token; None: none."""
     texts: RequestTexts | None = None
-    """Where precedents are looked up; None: drafts are scored without."""
+    """Where matches are looked up; None: drafts are scored without."""
     captured = None
     """The captured passes (runtime/cuda/draft_graph.py), on CUDA."""
 
@@ -102,25 +102,25 @@ class ModelDraft:
         return self.shift == 1
 
     @property
-    def num_continued(self) -> int:
-        """Tokens of a chain behind the last pass's, or the root's: no pass drafts them, they continue a precedent."""
+    def num_extension(self) -> int:
+        """Tokens of a chain behind the last pass's, or the root's: no pass drafts them, they continue a match."""
         return self.speculative_num_draft_tokens - 1 - self.speculative_num_steps if self.topk == 1 else 0
 
     @property
     def leaves_kv(self) -> bool:
-        """Whether drafting leaves the KV of accepted tokens in place, but for the deepest one's and for continued ones':
+        """Whether drafting leaves the KV of accepted tokens in place, but for the deepest one's and for extension ones':
         heads miss the target's states, trees the places."""
         return self.topk == 1 and not self.reads_hidden_states
 
     @property
     def has_full_windows(self) -> bool:
         """Whether every step's window is as wide as any."""
-        return self.leaves_kv and not self.num_continued
+        return self.leaves_kv and not self.num_extension
 
     @property
     def window_width(self) -> int:
         passes = 1 if self.leaves_kv else self.speculative_num_steps
-        return 1 + passes + self.num_continued
+        return 1 + passes + self.num_extension
 
     @property
     def hidden_mode(self) -> CaptureHiddenMode:
@@ -138,7 +138,7 @@ class ModelDraft:
 
     def count_nodes(self, depth: int) -> int:
         """Tokens that a request drafts with `depth` passes."""
-        return min(self.speculative_num_draft_tokens - 1, count_nodes(depth, self.topk) + self.num_continued)
+        return min(self.speculative_num_draft_tokens - 1, count_nodes(depth, self.topk) + self.num_extension)
 
     def alloc_missed(self, req_to_token_pool, ranks: Ranks) -> None:
         """Where tokens wait that steps without the draft emit; when the pools are there."""
@@ -147,7 +147,7 @@ class ModelDraft:
             self.target_state_size = get_draft_input_from_target_hidden_dim(self.draft_runner)
         self._missed = MissedTokens(
             table.shape[0],
-            most_emitted=1 + self.num_continued,
+            max_emitted=1 + self.num_extension,
             hidden_size=self.target_state_size,
             dtype=self.draft_runner.model_config.dtype,
             device=table.device,
@@ -214,7 +214,7 @@ class ModelDraft:
         width = self.window_width
         if self.leaves_kv:
             known = torch.stack((accepted.last_tokens, accepted.bonus_tokens), dim=1)
-            if not self.num_continued:
+            if not self.num_extension:
                 return self._hand_over(known, None, None, accepted.bonus_tokens)
             # Continued tokens that were accepted are missing, too.
             tokens = align_right(accepted.target_tokens, accepted.accept_lens + 1)[:, -width:-2]
@@ -238,24 +238,24 @@ class ModelDraft:
         accepted: AcceptedTokens,
         hidden_states: Tensor | None,
         qo_indptr: Tensor,
-        most_accepted: int,
+        max_accepted: int,
     ) -> EagleDraftInput:
         """Hand on what a step in which the draft did not run leaves undone.
 
         Args:
             batch, hidden_states, qo_indptr: as for `after_verify`.
             draft_input: the step's own.
-            most_accepted: of any request's drafts, as far as the host knows; 0: nothing was verified.
+            max_accepted: of any request's drafts, as far as the host knows; 0: nothing was verified.
         """
-        if not self._missed.has_room(1 + most_accepted):
+        if not self._missed.has_room(1 + max_accepted):
             # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
             self.target_worker.model_runner.shared_read_done_event = None
             self._catch_up(batch)
         window = read_window(draft_input)
         if self.has_full_windows:
             window = window._replace(counts=None)
-        if most_accepted:
-            columns = torch.arange(1 + most_accepted, device=qo_indptr.device)
+        if max_accepted:
+            columns = torch.arange(1 + max_accepted, device=qo_indptr.device)
             rows = (qo_indptr[:-1, None] + columns).long()
             emitted = Window(accepted.target_tokens[:, : len(columns)], accepted.accept_lens + 1)
         else:
@@ -292,8 +292,8 @@ class ModelDraft:
         if self.texts is not None:
             self.texts.flush()
         if depth == 0:
-            precedent = self.texts.recent.find(batch.req_pool_indices, self.num_continued)
-            return continue_texts(precedent, self.calibrate)
+            match = self.texts.recent.find(batch.req_pool_indices, self.num_extension)
+            return propose_matches(match, self.calibrate)
         window = read_window(batch.spec_info)
         if self._missed.num_tokens:
             self._catch_up(batch)
@@ -312,8 +312,8 @@ class ModelDraft:
         ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
         first = self._plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
         rest = self._plan_branches(batch, places, ends, ends_cpu) if depth > 1 else None
-        precedent = self.find_precedent(batch.req_pool_indices, depth)
-        return self.run(first, rest, window, places, noise, precedent, depth, self.forward_model)
+        match = self.find_match(batch.req_pool_indices, depth)
+        return self.run(first, rest, window, places, noise, match, depth, self.forward_model)
 
     def locate(self, window: Window, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
         """Where the passes of a step write; see `Places`. Shapes depend on the arguments' shapes alone."""
@@ -334,9 +334,9 @@ class ModelDraft:
         branch_slots = table[rows, columns].to(torch.int64).unflatten(1, (self.topk, depth - 1))
         return Places(positions, slots, end, branch_slots)
 
-    def find_precedent(self, rows: Tensor, depth: int) -> Precedent | None:
+    def find_match(self, rows: Tensor, depth: int) -> Match | None:
         """Of the requests in these slots [batch], as deep as `depth` passes draft; see `RecentTexts.find`."""
-        return None if self.texts is None else self.texts.recent.find(rows, depth + self.num_continued)
+        return None if self.texts is None else self.texts.recent.find(rows, depth + self.num_extension)
 
     def run(
         self,
@@ -345,7 +345,7 @@ class ModelDraft:
         window: Window,
         places: Places,
         noise: RequestNoise | None,
-        precedent: Precedent | None,
+        match: Match | None,
         depth: int,
         forward: Callable,
     ) -> Proposal:
@@ -364,7 +364,7 @@ class ModelDraft:
         # Drawn with after the token before.
         positions = places.branch_positions + (self.shift - 1)
         tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
-        grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, self.calibrate, precedent)
+        grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, self.calibrate, match)
         states = output.hidden_states
         if states is not None:
             states = states[:, None].expand(-1, branches, -1)
@@ -437,13 +437,13 @@ class ModelDraft:
 
         A head would need the target's states there, which nobody keeps.
         """
-        most_missed = self._missed.most_tokens
-        if self.reads_hidden_states or not most_missed:
+        max_missed = self._missed.max_tokens
+        if self.reads_hidden_states or not max_missed:
             return
         prefix_lens = batch.prefix_lens
         lens = [
             # Of a long prompt's later pieces, the earlier ones are the prefix.
-            min(prefix_len, most_missed + self.window_width) if req.extend_batch_idx == 1 else 0
+            min(prefix_len, max_missed + self.window_width) if req.extend_batch_idx == 1 else 0
             for req, prefix_len in zip(batch.reqs, prefix_lens, strict=True)
         ]
         if not any(lens):

@@ -7,7 +7,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from torch import Tensor
 
-from tetris_sglang.drafting import Calibrate, Proposal, continue_texts, trust
+from tetris_sglang.drafting import Calibrate, Proposal, propose_matches, trust
 from tetris_sglang.packing import AcceptedTokens
 from tetris_sglang.runtime.drafts.windows import Window, make_draft_input
 from tetris_sglang.runtime.texts import RequestTexts
@@ -26,8 +26,8 @@ class NgramDraft:
     texts: RequestTexts
     """Given by the worker when the pools are there."""
 
-    num_continued = 0
-    """See `ModelDraft.num_continued`: there are no passes here, so nothing behind them."""
+    num_extension = 0
+    """See `ModelDraft.num_extension`: there are no passes here, so nothing behind them."""
 
     def count_nodes(self, depth: int) -> int:
         return depth
@@ -42,9 +42,9 @@ class NgramDraft:
         """See `ModelDraft.propose`."""
         self.texts.flush()
         rows = batch.req_pool_indices
-        precedent = self.texts.recent.find(rows, depth)
-        shared = precedent.match_lens[:, None] + torch.arange(depth, device=rows.device)
-        return continue_texts(precedent, self.calibrate, trust_match_lens(shared))
+        match = self.texts.recent.find(rows, depth)
+        shared = match.match_lens[:, None] + torch.arange(depth, device=rows.device)
+        return propose_matches(match, self.calibrate, trust_match_lens(shared))
 
     def after_verify(
         self, batch, accepted: AcceptedTokens, hidden_states: None, qo_indptr: Tensor, depth: int
@@ -59,7 +59,7 @@ class NgramDraft:
         accepted: AcceptedTokens,
         hidden_states: None,
         qo_indptr: Tensor,
-        most_accepted: int,
+        max_accepted: int,
     ) -> EagleDraftInput:
         """See `ModelDraft.after_undrafted`: nothing is left undone here."""
         return self._hand_over(accepted.bonus_tokens)

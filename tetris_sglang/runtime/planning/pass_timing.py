@@ -201,10 +201,10 @@ def _target_pass(
         batch.req_pool_indices,
         tier or rows,
     )
-    most_drafts = int(drafts.max()) if tier is None else None
+    max_drafts = int(drafts.max()) if tier is None else None
 
     def run() -> None:
-        forward_target(batch, target_worker, packed, grid, hidden_mode, most_drafts)
+        forward_target(batch, target_worker, packed, grid, hidden_mode, max_drafts)
 
     return run
 

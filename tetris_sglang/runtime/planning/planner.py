@@ -21,9 +21,9 @@ from tetris_sglang.runtime.planning.clock import StepClock
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.reports.metrics import StepMetrics
 from tetris_sglang.selection import survival_from_probs
-from tetris_sglang.texts import least_passes
+from tetris_sglang.texts import min_passes
 
-_MOST_STEPS_IN_FLIGHT = 8
+_MAX_STEPS_IN_FLIGHT = 8
 """Overlap scheduling has two; should SGLang drop a result, older steps are forgotten."""
 
 
@@ -56,7 +56,7 @@ class StepPlanner:
             self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)
         self._unread: deque[_DraftedStep] = deque()
         # SGLang's results come in the order of the steps, plain ones (None) included.
-        self._unconfirmed: deque[_DraftedStep | None] = deque(maxlen=_MOST_STEPS_IN_FLIGHT)
+        self._unconfirmed: deque[_DraftedStep | None] = deque(maxlen=_MAX_STEPS_IN_FLIGHT)
 
     def plan(self, batch, num_speculating: int) -> StepPlan:
         """Plan a decoding step of `batch`, a ScheduleBatch.
@@ -102,8 +102,8 @@ class StepPlanner:
         if proposal.shape is None:
             survival = survival_from_probs(survival)
             depths = torch.arange(1, survival.shape[1] + 1, device=survival.device)
-            if num_continued := self._limits.num_continued:
-                depths = least_passes(proposal.evidence, num_continued)
+            if num_extension := self._limits.num_extension:
+                depths = min_passes(proposal.evidence, num_extension)
         else:
             depths = proposal.shape.depths[:, 1:]
         if weights is not None:

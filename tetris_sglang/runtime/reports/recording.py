@@ -21,7 +21,7 @@ from tetris_sglang.packing import AcceptedTokens
 from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.requests.values import RequestValues
 from tetris_sglang.selection import survival_from_probs
-from tetris_sglang.texts import least_passes
+from tetris_sglang.texts import min_passes
 from tetris_sglang.trace import open_for_writing, row_type
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class StepRecorder:
     Args:
         config: says where to, and how the server speculates.
         draft: its kind. topk: its branches.
-        num_nodes: most that a request drafts. num_continued: of these, behind the last pass.
+        num_nodes: most that a request drafts. num_extension: of these, behind the last pass.
         num_slots: of running requests.
         device: "cuda" or "cpu".
     Raises:
@@ -62,7 +62,7 @@ class StepRecorder:
         draft: str,
         topk: int,
         num_nodes: int,
-        num_continued: int,
+        num_extension: int,
         num_slots: int,
         device: str,
     ) -> None:
@@ -71,13 +71,13 @@ class StepRecorder:
             num_nodes,
             draft=draft,
             topk=topk,
-            num_continued=num_continued,
+            num_extension=num_extension,
             **{name: getattr(config, name) for name in _DESCRIBED},
             sglang=version("sglang"),
             tetris_sglang=__version__,
         )
         self._file.flush()
-        self._row_type, self._num_continued = row_type(num_nodes), num_continued
+        self._row_type, self._num_extension = row_type(num_nodes), num_extension
         self._num_steps = 0
         numbers = itertools.count()
         self._numbers = RequestValues(lambda req: next(numbers), num_slots, device)
@@ -119,8 +119,8 @@ class StepRecorder:
             survival = proposal.scores
         judged = judge_nodes(proposal, grid, accepted, verify_lens)
         passes = judged.depths
-        if self._num_continued:
-            passes = least_passes(proposal.evidence, self._num_continued)
+        if self._num_extension:
+            passes = min_passes(proposal.evidence, self._num_extension)
         rows = _Rows(
             self._numbers.at(slots),
             verify_lens - 1,

@@ -20,7 +20,7 @@ class Arm:
     k: drafts verified per request and step, on average. extra: drafts beyond k that selection chooses from.
     capacity_tokens: instead of k, drafts verified per step over the whole batch, of num_steps drafted per request.
     draft: what drafts, one of DRAFTS. topk: branches of a draft tree, which is num_steps deep; 1: chains.
-    continued: of auto: tokens with which chains go on from the text, behind the num_steps that the model drafts.
+    extension: of auto: tokens with which chains go on from the text, behind the num_steps that the model drafts.
     variant: of auto: one TETRIS setting that differs from its default, NAME=VALUE without --speculative-tetris-.
     """
 
@@ -31,7 +31,7 @@ class Arm:
     num_steps: int = 0
     draft: str = DRAFTS[0]
     topk: int = 1
-    continued: int = 0
+    extension: int = 0
     variant: str = ""
 
     @property
@@ -46,7 +46,7 @@ class Arm:
         if self.family == "adaptive":
             return name
         if self.family == "auto":
-            name += f" D={self.num_steps}" + (f"+{self.continued}" if self.continued else "")
+            name += f" D={self.num_steps}" + (f"+{self.extension}" if self.extension else "")
             return f"{name} {self.variant}".strip()
         if self.family == "full":
             return f"{name} D={self.k}"
@@ -83,7 +83,7 @@ class Arm:
             drafting += ["--speculative-eagle-topk", str(self.topk)]
         if self.family == "auto":
             if self.topk == 1 and draft:
-                num_draft_tokens = self.num_steps + self.continued + 1
+                num_draft_tokens = self.num_steps + self.extension + 1
                 drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
             if self.variant:
                 setting, _, value = self.variant.partition("=")

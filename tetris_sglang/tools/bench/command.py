@@ -26,7 +26,7 @@ from tetris_sglang.tools.bench.settings import (
     Settings,
     build_settings,
 )
-from tetris_sglang.tools.bench.workloads import LENGTHS, MOST_CHARS, WAVES, WORKLOADS, find_workload
+from tetris_sglang.tools.bench.workloads import LENGTHS, MAX_CHARS, WAVES, WORKLOADS, find_workload
 from tetris_sglang.tools.fetch import NotFetched
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def bench(
             help="Branches of draft trees, --num-steps deep, of k + extra nodes; 1: chains. N-grams have chains alone."
         ),
     ] = "1",
-    continued: Annotated[
+    extension: Annotated[
         str | None,
         typer.Option(
             help="Tokens by which auto's chains go on from the text, behind the model's; 0: not at all.",
@@ -105,7 +105,7 @@ def bench(
         ),
     ] = None,
     workload: Annotated[
-        str, typer.Option(help=f"Prompts, of at most {MOST_CHARS} characters: {', '.join(WORKLOADS)}.")
+        str, typer.Option(help=f"Prompts, of at most {MAX_CHARS} characters: {', '.join(WORKLOADS)}.")
     ] = WORKLOADS[0],
     dataset: Annotated[
         str, typer.Option(help="Instead of --workload: a file of prompts that sglang.bench_serving reads.")

@@ -175,7 +175,7 @@ class Check(NamedTuple):
         return f"{self.cell.arm} at {self.cell.load}{temperature}"
 
 
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 """Failing cells of a verdict; the tables have them all."""
 
 
@@ -199,8 +199,8 @@ class Verdict(NamedTuple):
         failed, num_cells = self.failed, len(self.checks)
         if not failed:
             return f"in all {num_cells} cells" if num_cells > 1 else "in the one cell"
-        named = "; ".join(f"{check.name}: {check.detail}" for check in failed[:_MOST_NAMED])
-        if len(failed) > _MOST_NAMED:
+        named = "; ".join(f"{check.name}: {check.detail}" for check in failed[:_MAX_NAMED])
+        if len(failed) > _MAX_NAMED:
             return f"in {len(failed)} of {num_cells} cells, the worst: {named}"
         return named
 
@@ -255,8 +255,8 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
     others = [family for family in ("sglang", "adaptive") if of_family(family)]
     every_auto = of_family("auto")
     # The default's chains go on from the text; where both were measured, those that do not are an ablation.
-    going_on = {place_of(c) for c in every_auto if arms[c.arm].continued}
-    auto = [c for c in every_auto if place_of(c) not in going_on or arms[c.arm].continued]
+    going_on = {place_of(c) for c in every_auto if arms[c.arm].extension}
+    auto = [c for c in every_auto if place_of(c) not in going_on or arms[c.arm].extension]
     loaded = [c for c in auto if (c.load.concurrency or 0) >= 16 and arms[c.arm].draft != "useless"]
     verdicts = [
         _verdict("automatic capacity at least 0.98 of no speculation", compare_auto(0.98, (), auto)),

@@ -31,7 +31,7 @@ mixed, every other request at temperature 1 instead of 0."""
 UNLIKE_TEMPERATURES = (0.0, 1.0)
 DRAWN, EQUAL = LENGTHS = ("drawn", "equal")
 """drawn: `draw_length`, or less where the model ends its answer. equal: all of --output-len, past an answer's end."""
-MOST_CHARS = 1024
+MAX_CHARS = 1024
 """Longer prompts are left out: a CPU would spend its time on prefill, which no speculation shortens."""
 WARM_UP_PROMPTS = ("def main():\n", "The result is", "import os\n", "for i in range(10):\n")
 WAVES = 4
@@ -164,7 +164,7 @@ def find_workload(settings: Settings) -> Workload:
         return Dataset(settings.dataset_name, settings.dataset, settings.output_len)
     read = {SHAREGPT: lambda: read_sharegpt(RESULTS), HUMAN_EVAL: read_human_eval, QUESTIONS: read_questions}
     sources = [
-        [prompt for prompt in read[name]() if len(prompt.text) <= MOST_CHARS]
+        [prompt for prompt in read[name]() if len(prompt.text) <= MAX_CHARS]
         for name in ([settings.workload] if settings.workload in SOURCES else SOURCES)
     ]
     for prompts in sources:

@@ -44,7 +44,7 @@ from tetris_sglang.tools.simulate.workload import (
 REFERENCE = "none"
 _WAVES = 4
 """Requests per user of a closed loop, the first one to warm up."""
-_LEAST_REQUESTS = 2000
+_MIN_REQUESTS = 2000
 _WARM_UP_SHARE = 0.1
 _UNLIMITED = 2**62
 
@@ -76,7 +76,7 @@ class Scenario:
         """The requests of so many users, or so many requests per second."""
         if self.is_closed:
             users = int(load)
-            count = self.num_requests or max(_LEAST_REQUESTS, _WAVES * users)
+            count = self.num_requests or max(_MIN_REQUESTS, _WAVES * users)
             if count <= users:
                 raise ValueError(f"--requests {count}: {users} users send as many before any has finished")
             return (
@@ -84,7 +84,7 @@ class Scenario:
                 self.setup._replace(users=users, warm_up=users),
             )
         if self.arrivals in ("poisson", "gamma"):
-            count = self.num_requests or _LEAST_REQUESTS
+            count = self.num_requests or _MIN_REQUESTS
             arrival_s = draw_arrivals(self.arrivals, load, count, burstiness=self.burstiness, seed=self.seed)
         else:
             arrival_s = read_arrivals(Path(self.arrivals))[: self.num_requests]
@@ -117,7 +117,7 @@ def simulate(
     capacities: str = "",
     slo_e2e_ms: float | None = None,
     slo_tpot_ms: float | None = None,
-    most_replicas: int = 64,
+    max_replicas: int = 64,
     threads: int | None = None,
     seed: int = 0,
     as_json: Path | None = None,
@@ -200,9 +200,9 @@ def simulate(
         report.print_capacities(results["capacities"], results["settings"], console)
     if slo_e2e_ms or slo_tpot_ms:
         results["replicas"] = _find_fleets(
-            scenario, plans, loads, slo_e2e_ms, slo_tpot_ms, most_replicas, threads
+            scenario, plans, loads, slo_e2e_ms, slo_tpot_ms, max_replicas, threads
         )
-        report.print_replicas(results["replicas"], slo_e2e_ms, slo_tpot_ms, most_replicas, console)
+        report.print_replicas(results["replicas"], slo_e2e_ms, slo_tpot_ms, max_replicas, console)
     if as_json:
         as_json.parent.mkdir(parents=True, exist_ok=True)
         as_json.write_text(json.dumps(results, indent=1) + "\n")

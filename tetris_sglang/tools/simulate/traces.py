@@ -118,7 +118,7 @@ def _add_positions_between(survival, passes, accepted, known, requests):
     columns = offsets[:, None] + np.arange(depth)
     wide = np.concatenate((survival, np.full((num_rows, depth), np.nan, np.float32)), axis=1)
     shifted = np.take_along_axis(wide[row], columns, axis=1)
-    # What the text continued it would have continued from there, too; what lies beyond was not seen to go on.
+    # What the text extension it would have extension from there, too; what lies beyond was not seen to go on.
     levels = np.arange(1, depth + 1)
     passes = np.take_along_axis(passes[row], np.minimum(columns, depth - 1), axis=1)
     passes = np.where(columns < depth, np.maximum(passes - offsets[:, None], 0), levels)
