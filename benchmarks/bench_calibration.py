@@ -67,15 +67,15 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     generator = torch.Generator().manual_seed(seed)
     probs = torch.rand(batch, depth, generator=generator).to(device)
     draft_lens = torch.randint(depth + 1, (batch,), generator=generator, dtype=torch.int32).to(device)
-    accept_lens = draft_lens // 2
+    num_accepted = draft_lens // 2
     depths = torch.arange(1, depth + 1, device=device)
-    outcomes = chain_outcomes(accept_lens, draft_lens, depth)
+    outcomes = chain_outcomes(num_accepted, draft_lens, depth)
     calibration = Calibration(depth, device)
     refresh_every, calibration.refresh_every = calibration.refresh_every, sys.maxsize
     parts: dict[str, Callable[[], object]] = {
         "apply_level": lambda: calibration.apply(probs[:, :1], 1),
         "apply_all": lambda: calibration.apply(probs, depths),
-        "outcomes": lambda: chain_outcomes(accept_lens, draft_lens, depth),
+        "outcomes": lambda: chain_outcomes(num_accepted, draft_lens, depth),
         "observe": lambda: calibration.observe(probs, depths, *outcomes),
         "refresh": calibration.refresh,
         "select": lambda: select_prefixes(survival_from_probs(probs), 2 * batch),

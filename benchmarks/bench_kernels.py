@@ -94,10 +94,11 @@ def make_operations(
     capacity_tokens = max(1, int(min(tokens_per_request, depth) * batch))
     # As automatic capacity selects by default: slow requests count more.
     host_weights = 0.2 + 0.8 * torch.rand(batch, generator=generator)
-    host_lens = fill_capacity(survival_from_probs(host_probs), capacity_tokens, host_weights)
+    host_survival = survival_from_probs(host_probs)
+    host_lens = fill_capacity(host_survival, capacity_tokens, host_weights)
     num_tokens = batch + capacity_tokens
 
-    probs, weights, draft_lens = host_probs.cuda(), host_weights.cuda(), host_lens.cuda()
+    survival, weights, draft_lens = host_survival.cuda(), host_weights.cuda(), host_lens.cuda()
     candidates = torch.randint(0, 2, (batch, depth + 1), generator=generator).cuda()
     seq_lens = torch.randint(1, CONTEXT - depth, (batch,), generator=generator).cuda()
     req_to_token = torch.randint(0, 2**20, (batch, CONTEXT), generator=generator, dtype=torch.int32).cuda()
@@ -105,10 +106,9 @@ def make_operations(
     to_pack = (draft_lens, candidates, seq_lens, req_to_token, pool_rows, num_tokens)
     target_tokens = torch.randint(0, 2, (num_tokens,), generator=generator).cuda()
     to_accept = (target_tokens, pack_rows_reference(*to_pack).qo_indptr, candidates, seq_lens)
-    probs_copy, candidates_copy = torch.empty_like(probs), torch.empty_like(candidates)
+    survival_copy, candidates_copy = torch.empty_like(survival), torch.empty_like(candidates)
 
-    # torch on CUDA rounds survivals otherwise than on the host, the kernel does not.
-    assert torch.equal(select_drafts(probs, capacity_tokens, weights).cpu(), host_lens)
+    assert torch.equal(select_drafts(survival, capacity_tokens, weights).cpu(), host_lens)
     for kernel, reference, arguments in (
         (pack_rows, pack_rows_reference, to_pack),
         (accept_rows, accept_rows_reference, to_accept),
@@ -116,9 +116,9 @@ def make_operations(
         assert all(map(torch.equal, kernel(*arguments), reference(*arguments)))
     return {
         "select": {
-            "triton": lambda: select_drafts(probs, capacity_tokens, weights),
-            "torch": lambda: fill_capacity(survival_from_probs(probs), capacity_tokens, weights),
-            "copy": lambda: probs_copy.copy_(probs),
+            "triton": lambda: select_drafts(survival, capacity_tokens, weights),
+            "torch": lambda: fill_capacity(survival, capacity_tokens, weights),
+            "copy": lambda: survival_copy.copy_(survival),
         },
         "pack": {
             "triton": lambda: pack_rows(*to_pack),

@@ -1,8 +1,8 @@
-"""What recording costs a step, on and off.
+"""What recording costs a step.
 
     python benchmarks/bench_recording.py --step-ms 80
 
-Timed as timing.py says. `off` is all that a step does without a recorder: it asks twice whether there is one.
+Timed as timing.py says. Without a recorder a step does nothing for it.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,16 @@ from timing import (
     write_results,
 )
 
+from tetris_sglang.capacity import StepPlan
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import TreeGrower, make_grid
-from tetris_sglang.drafting.proposal import Proposal
+from tetris_sglang.drafting import Proposal, TreeGrower, TreeShape, make_chains, make_grid
+from tetris_sglang.observers import StepRecord
 from tetris_sglang.packing import AcceptedTokens
 from tetris_sglang.runtime.reports.recording import StepRecorder
 
 BATCHES = [1, 4, 16, 64, 256]
 BRANCHES = 3
-PARTS = ["chains", "trees", "off"]
+PARTS = ["chains", "trees"]
 
 
 def main(
@@ -67,18 +68,10 @@ def main(
 
 def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
     torch.manual_seed(seed)
-    worker = SimpleNamespace(recorder=None)
-
-    def off() -> None:
-        for _ in range(2):
-            if worker.recorder is not None:
-                raise AssertionError
-
     with TemporaryDirectory() as folder:
         parts = {
             "chains": make_step(draft_chains(batch, depth), depth, device, Path(folder) / "chains"),
             "trees": make_step(draft_trees(batch, depth), depth, device, Path(folder) / "trees"),
-            "off": off,
         }
         elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     return {"batch": batch, **summarise_all(elapsed_us)}
@@ -86,7 +79,7 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
 
 def draft_chains(batch: int, depth: int) -> Proposal:
     probs = torch.rand(batch, depth)
-    return Proposal(torch.randint(0, 2048, (batch, depth)), probs, None, probs)
+    return make_chains(torch.randint(0, 2048, (batch, depth)), probs, probs)
 
 
 def draft_trees(batch: int, depth: int) -> Proposal:
@@ -103,13 +96,19 @@ def make_step(proposal: Proposal, depth: int, device: str, path: Path) -> Callab
     """Records one step, to the file and all."""
     batch, num_nodes = proposal.tokens.shape
     move = lambda part: None if part is None else part.to(device)
-    shape = proposal.shape and type(proposal.shape)(*map(move, proposal.shape))
-    proposal = Proposal(*map(move, (proposal.tokens, proposal.scores)), shape, move(proposal.probs))
-    grid = make_grid(torch.zeros(batch, device=device), proposal, depth, num_nodes + 1)
+    shape = proposal.shape and TreeShape(*map(move, proposal.shape))
+    proposal = Proposal(*map(move, (proposal.tokens, proposal.survival)), shape, move(proposal.probs))
     nothing = torch.zeros(batch, dtype=torch.int32, device=device)
     path_columns = None if shape is None else torch.zeros(batch, depth + 1, dtype=torch.int64, device=device)
-    accepted = AcceptedTokens(nothing, nothing, nothing, nothing, nothing, path_columns)
-    verify_lens, slots = torch.full_like(nothing, num_nodes + 1), torch.arange(batch, device=device)
+    record = StepRecord(
+        SimpleNamespace(req_pool_indices=torch.arange(batch, device=device)),
+        StepPlan(depth, batch * num_nodes),
+        proposal,
+        make_grid(nothing, proposal, depth, num_nodes + 1),
+        SimpleNamespace(verify_lens=torch.full_like(nothing, num_nodes + 1)),
+        AcceptedTokens(nothing, nothing, nothing, nothing, nothing, path_columns),
+        num_nodes,
+    )
     config = TetrisConfig(depth, float(num_nodes), None, record=path)
     recorder = StepRecorder(
         config,
@@ -121,11 +120,11 @@ def make_step(proposal: Proposal, depth: int, device: str, path: Path) -> Callab
         device=device,
     )
 
-    def record() -> None:
-        recorder.add(proposal, grid, accepted, verify_lens, slots, depth)
+    def take_in() -> None:
+        recorder.observe(record)
         recorder.write()
 
-    return record
+    return take_in
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tetris_sglang.drafting import ChainGrower, propose_matches, trust
-from tetris_sglang.texts import Match, RecentTexts, trust_match_lens
+from tetris_sglang.drafting import ChainGrower, propose_matches
+from tetris_sglang.texts import Match, RecentTexts, trust, trust_match_lens
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR, OUT = ROOT / "tests/pair", ROOT / "tests/data/replay.npz"
@@ -200,7 +200,7 @@ def draft_by_ngrams(texts: Iterable[Text], depth: int) -> list[tuple[Tensor, Ten
         lens = torch.arange(positions) + text.prompt_len + 1
         truth = torch.tensor(text.tokens)[lens[:, None] + steps]
         accepted = (drafts.tokens == truth).cumprod(dim=1).sum(dim=1)
-        requests.append((drafts.scores.logit().clamp(-LARGEST_LOGIT, LARGEST_LOGIT), accepted))
+        requests.append((drafts.probs.logit().clamp(-LARGEST_LOGIT, LARGEST_LOGIT), accepted))
     return requests
 
 

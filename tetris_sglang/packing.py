@@ -31,14 +31,14 @@ class PackedTokens(NamedTuple):
 class AcceptedTokens(NamedTuple):
     """What a step commits."""
 
-    accept_lens: Tensor
+    num_accepted: Tensor
     """[batch] int32, draft tokens accepted, without the bonus token."""
     bonus_tokens: Tensor
     """[batch] int64, the target's token after the last accepted one: the next root."""
     last_tokens: Tensor
     """[batch] int64, the token before the bonus: the last accepted draft, or this step's root."""
     new_seq_lens: Tensor
-    """[batch] dtype of seq_lens, seq_lens + accept_lens + 1."""
+    """[batch] dtype of seq_lens, seq_lens + num_accepted + 1."""
     target_tokens: Tensor
     """[batch, width] int64, the target's tokens in the grid, what is emitted first: chains as they stand (0 beyond a
     request's verified rows), trees along the accepted path (anything beyond it)."""
@@ -134,7 +134,7 @@ def accept_roots(target_tokens: Tensor, roots: Tensor, seq_lens: Tensor, width: 
     """
     tokens = target_tokens.to(torch.int64)
     return AcceptedTokens(
-        accept_lens=torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device),
+        num_accepted=torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device),
         bonus_tokens=tokens,
         last_tokens=roots,
         new_seq_lens=seq_lens + 1,
@@ -150,12 +150,12 @@ def accept_rows_reference(
     Sync: none; CUDA-graph safe.
     """
     verify_lens, grid = _scatter_rows(target_tokens, qo_indptr, candidates.shape[1])
-    accept_lens, bonus_tokens = accept_chain(candidates, grid, verify_lens - 1)
+    num_accepted, bonus_tokens = accept_chain(candidates, grid, verify_lens - 1)
     return AcceptedTokens(
-        accept_lens=accept_lens,
+        num_accepted=num_accepted,
         bonus_tokens=bonus_tokens,
-        last_tokens=candidates.gather(1, accept_lens.long()[:, None]).squeeze(1),
-        new_seq_lens=seq_lens + accept_lens + 1,
+        last_tokens=candidates.gather(1, num_accepted.long()[:, None]).squeeze(1),
+        new_seq_lens=seq_lens + num_accepted + 1,
         target_tokens=grid,
     )
 
@@ -176,14 +176,16 @@ def accept_tree_rows(
     """
     width = candidates.shape[1]
     verify_lens, grid = _scatter_rows(target_tokens, qo_indptr, width)
-    accept_lens, bonus_tokens, path = accept_tree(candidates, shape.parents, grid, verify_lens - 1, max_depth)
-    last = path.gather(1, accept_lens.long()[:, None])
+    num_accepted, bonus_tokens, path = accept_tree(
+        candidates, shape.parents, grid, verify_lens - 1, max_depth
+    )
+    last = path.gather(1, num_accepted.long()[:, None])
     emitted = torch.nn.functional.pad(grid.gather(1, path), (0, width - path.shape[1]))
     return AcceptedTokens(
-        accept_lens=accept_lens,
+        num_accepted=num_accepted,
         bonus_tokens=bonus_tokens,
         last_tokens=candidates.gather(1, last).squeeze(1),
-        new_seq_lens=seq_lens + accept_lens + 1,
+        new_seq_lens=seq_lens + num_accepted + 1,
         target_tokens=emitted,
         path=path,
     )

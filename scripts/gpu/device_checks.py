@@ -233,11 +233,12 @@ def _select_without_sync() -> None:
     from tetris_sglang.kernels.select import select_drafts
     from tetris_sglang.selection import RequestPace
 
-    probs, rows = torch.rand(256, 8, device="cuda"), torch.arange(256, device="cuda")
+    survival = torch.rand(256, 8, device="cuda").sort(dim=1, descending=True).values
+    rows = torch.arange(256, device="cuda")
     pace = RequestPace(256, fairness=1.0, device="cuda")
-    select_drafts(probs, 512, pace.weights(rows) / 8)  # compiles
+    select_drafts(survival, 512, pace.weights(rows) / 8)  # compiles
     with _no_sync():
-        draft_lens = select_drafts(probs, 512, pace.weights(rows) / 8)
+        draft_lens = select_drafts(survival, 512, pace.weights(rows) / 8)
         pace.observe(rows, draft_lens + 1)
     if int(draft_lens.sum()) != 512 and not ON_NOOP_CUDA:
         raise AssertionError(f"{int(draft_lens.sum())} drafts were selected instead of 512")

@@ -28,13 +28,13 @@ def write_plugin(folder: Path, name: str, body: str) -> dict[str, str]:
 
 BROKEN_ACCEPTANCE = """
     from tetris_sglang.acceptance import AcceptResult
-    from tetris_sglang.kernels import reference
+    from tetris_sglang import packing
 
     def accept_everything(candidates, target_tokens, draft_lens):
         bonus = target_tokens.gather(1, draft_lens.long().unsqueeze(1)).squeeze(1)
         return AcceptResult(draft_lens, bonus)
 
-    reference.accept_chain = accept_everything
+    packing.accept_chain = accept_everything
 """
 """Every selected draft is accepted."""
 
@@ -42,7 +42,7 @@ SWITCHING_PLANS = """
     import itertools
     import random
     from tetris_sglang.capacity import AutoCapacity, StepPlan
-    from tetris_sglang.runtime import catch_up
+    from tetris_sglang.runtime.drafts import catch_up
 
     # Small, so that tokens also have to be caught up on while nothing is drafted.
     assert catch_up.MAX_TOKENS
@@ -71,10 +71,10 @@ UNLIKE_RANKS = """
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.runtime_context import get_parallel
     from tetris_sglang.capacity import AutoCapacity, StepPlan
-    from tetris_sglang.runtime import operations, worker
+    from tetris_sglang.runtime import operations, step
 
     select_drafts, make_grid, sample_target = (
-        operations.Operations.select_drafts, worker.make_grid, worker.sample_target
+        operations.Operations.select_drafts, step.make_grid, step.sample_target
     )
     choose, forward = AutoCapacity.choose, TpModelWorker.forward_batch_generation
 
@@ -107,6 +107,6 @@ UNLIKE_RANKS = """
 
     AutoCapacity.choose, TpModelWorker.forward_batch_generation = choose_other, forward_others
     operations.Operations.select_drafts = select_others
-    worker.make_grid, worker.sample_target = make_other_grid, sample_others
+    step.make_grid, step.sample_target = make_other_grid, sample_others
 """
 """The second rank plans, selects, drafts and samples something else than the first one, in prefills and in steps."""

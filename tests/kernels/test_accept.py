@@ -34,7 +34,7 @@ def test_docstring_example(accept):
             torch.tensor([10, 20]),
         )
     )
-    assert accepted.accept_lens.tolist() == [1, 0]
+    assert accepted.num_accepted.tolist() == [1, 0]
     assert accepted.bonus_tokens.tolist() == [5, 3]
     assert accepted.last_tokens.tolist() == [1, 8]
     assert accepted.new_seq_lens.tolist() == [12, 21]
@@ -53,7 +53,7 @@ def test_one_request_at_a_time(accept):
         while accept_len < len(drafts) and drafts[accept_len] == rows[accept_len]:
             accept_len += 1
         kinds.add((accept_len > 0, accept_len == len(drafts)))
-        assert accepted.accept_lens[request] == accept_len
+        assert accepted.num_accepted[request] == accept_len
         assert accepted.bonus_tokens[request] == rows[accept_len]
         assert accepted.last_tokens[request] == candidates[request, accept_len]
         assert accepted.new_seq_lens[request] == seq_lens[request] + accept_len + 1
@@ -85,7 +85,7 @@ def test_unselected_drafts_and_surplus_rows_never_matter():
 def test_an_empty_batch():
     nothing, qo_indptr = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     accepted = accept_rows(*on_device(nothing, qo_indptr, nothing.view(0, 3), nothing))
-    assert accepted.target_tokens.shape == (0, 3) and accepted.accept_lens.shape == (0,)
+    assert accepted.target_tokens.shape == (0, 3) and accepted.num_accepted.shape == (0,)
 
 
 def test_bad_input_is_named():

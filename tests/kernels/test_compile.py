@@ -59,7 +59,7 @@ def test_selection_compiles_and_stays_in_registers(batch, max_draft, has_weights
     cubin = compile_for_hopper(
         select_kernel,
         {
-            "draft_probs": "*fp32",
+            "survival": "*fp32",
             "capacity_tokens": "*i64" if on_device else "i32",
             "weights": "*fp32",
             "draft_lens": "*i32",
@@ -94,7 +94,7 @@ def test_packing_compiles(batch, width_block):
 
 @pytest.mark.parametrize("token_type, width_block", [("*i32", 1), ("*i64", 16)])
 def test_acceptance_compiles(token_type, width_block):
-    pointers = dict.fromkeys(("qo_indptr", "accept_lens"), "*i32") | {"packed_tokens": token_type}
+    pointers = dict.fromkeys(("qo_indptr", "num_accepted"), "*i32") | {"packed_tokens": token_type}
     wide = ("candidates", "seq_lens", "bonus_tokens", "last_tokens", "new_seq_lens", "target_tokens")
     pointers |= dict.fromkeys(wide, "*i64")
     compile_for_hopper(

@@ -13,21 +13,21 @@ from tetris_sglang.packing import (
     accept_rows_reference,
     pack_rows_reference,
 )
-from tetris_sglang.selection import select_prefixes, survival_from_probs
+from tetris_sglang.selection import fill_capacity, survival_from_probs
 
 BATCH, WIDTH, NUM_TOKENS = 37, 6, 144  # room for a capacity of 107
 
 
-def run_step(probs: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
+def run_step(survival: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
     """The target's token after t is 3 - t."""
-    draft_lens = select_drafts(probs, capacity)
+    draft_lens = select_drafts(survival, capacity)
     packed = pack_rows(draft_lens, *case[:-1], NUM_TOKENS)
     return packed, accept_rows(3 - packed.input_ids, packed.qo_indptr, case.candidates, case.seq_lens)
 
 
-def run_step_in_torch(probs: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
-    survival = survival_from_probs(probs).clamp_min(torch.finfo(torch.float32).tiny)
-    packed = pack_rows_reference(select_prefixes(survival, capacity), *case[:-1], NUM_TOKENS)
+def run_step_in_torch(survival: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
+    draft_lens = fill_capacity(survival, capacity)
+    packed = pack_rows_reference(draft_lens, *case[:-1], NUM_TOKENS)
     return packed, accept_rows_reference(
         3 - packed.input_ids, packed.qo_indptr, case.candidates, case.seq_lens
     )
@@ -35,14 +35,14 @@ def run_step_in_torch(probs: Tensor, capacity: Tensor, case: Batch) -> tuple[Pac
 
 def random_step(seed: int) -> tuple[Tensor, Tensor, Batch]:
     generator = torch.Generator().manual_seed(seed)
-    probs = torch.rand(BATCH, WIDTH - 1, generator=generator)
+    survival = survival_from_probs(torch.rand(BATCH, WIDTH - 1, generator=generator))
     capacity = torch.randint(0, NUM_TOKENS - BATCH + 1, (), generator=generator)
     case = Batch.random(BATCH, WIDTH, seed)
     alternating = 1 + (case.candidates[:, :1] + torch.arange(WIDTH)) % 2  # what the target would say
     candidates = torch.where(
         torch.rand(BATCH, WIDTH, generator=generator) < 0.8, alternating, case.candidates
     )
-    return probs, capacity, case._replace(candidates=candidates)
+    return survival, capacity, case._replace(candidates=candidates)
 
 
 def assert_step_equals_torch(outcome: tuple[PackedTokens, AcceptedTokens], step: tuple) -> None:
@@ -53,18 +53,18 @@ def assert_step_equals_torch(outcome: tuple[PackedTokens, AcceptedTokens], step:
 def test_a_step_equals_torch():
     accepted_drafts = set()
     for seed in range(3):
-        probs, capacity, case = random_step(seed)
-        outcome = run_step(*on_device(probs, capacity), Batch(*on_device(*case)))
-        assert_step_equals_torch(outcome, (probs, capacity, case))
-        accepted_drafts |= set(outcome[1].accept_lens.tolist())
+        survival, capacity, case = random_step(seed)
+        outcome = run_step(*on_device(survival, capacity), Batch(*on_device(*case)))
+        assert_step_equals_torch(outcome, (survival, capacity, case))
+        accepted_drafts |= set(outcome[1].num_accepted.tolist())
     assert {0, 1, 2} <= accepted_drafts
 
 
 @needs_cuda
 def test_a_step_runs_in_a_cuda_graph_without_a_sync():
     """Captured once, replayed on other batches of the same size, with other capacities."""
-    probs, capacity, case = random_step(0)
-    static = [*on_device(probs, capacity, *case)]
+    survival, capacity, case = random_step(0)
+    static = [*on_device(survival, capacity, *case)]
     step = (static[0], static[1], Batch(*static[2:]))
     run_step(*step)  # compiles
     torch.cuda.synchronize()
@@ -76,9 +76,9 @@ def test_a_step_runs_in_a_cuda_graph_without_a_sync():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for seed in range(1, 6):
-        probs, capacity, case = random_step(seed)
-        for buffer, values in zip(static, (probs, capacity, *case), strict=True):
+        survival, capacity, case = random_step(seed)
+        for buffer, values in zip(static, (survival, capacity, *case), strict=True):
             buffer.copy_(values)
         graph.replay()
-        assert_step_equals_torch(outcome, (probs, capacity, case))
+        assert_step_equals_torch(outcome, (survival, capacity, case))
     assert outcome[0].slots.device.type == DEVICE.type

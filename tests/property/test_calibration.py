@@ -36,8 +36,8 @@ def random_pass(generator: torch.Generator, batch: int):
     """(probs, reached, accepted) of chains, with luck that has nothing to do with the probabilities."""
     probs = random_probs(generator, batch, DEPTH)
     draft_lens = torch.randint(DEPTH + 1, (batch,), generator=generator)
-    accept_lens = torch.minimum(torch.randint(DEPTH + 1, (batch,), generator=generator), draft_lens)
-    return probs, *chain_outcomes(accept_lens, draft_lens, DEPTH)
+    num_accepted = torch.minimum(torch.randint(DEPTH + 1, (batch,), generator=generator), draft_lens)
+    return probs, *chain_outcomes(num_accepted, draft_lens, DEPTH)
 
 
 def taught(seed: int, passes: int = 12, **kwargs) -> Calibration:
@@ -169,7 +169,7 @@ def test_outcomes_of_a_chain_are_those_of_walking_it(seed, batch, max_draft):
     generator = torch.Generator().manual_seed(seed)
     draft_lens = torch.randint(max_draft + 1, (batch,), generator=generator, dtype=torch.int32)
     right = torch.rand(batch, max_draft, generator=generator) < 0.7
-    accept_lens = torch.zeros(batch, dtype=torch.int32)
+    num_accepted = torch.zeros(batch, dtype=torch.int32)
     reached, accepted = torch.zeros_like(right), torch.zeros_like(right)
     for request in range(batch):
         for column in range(int(draft_lens[request])):
@@ -177,8 +177,8 @@ def test_outcomes_of_a_chain_are_those_of_walking_it(seed, batch, max_draft):
             if not right[request, column]:
                 break
             accepted[request, column] = True
-            accept_lens[request] += 1
-    outcomes = chain_outcomes(accept_lens, draft_lens, max_draft)
+            num_accepted[request] += 1
+    outcomes = chain_outcomes(num_accepted, draft_lens, max_draft)
     assert torch.equal(outcomes.reached, reached)
     assert torch.equal(outcomes.accepted, accepted)
 
@@ -219,7 +219,7 @@ def test_outcomes_of_a_tree_are_those_of_walking_it(tree, seed):
     draws = torch.where(lucky, grid.tokens.gather(1, some_child), draws)
     draft_lens = torch.randint(nodes + 1, (batch,), generator=generator, dtype=torch.int32)
     result = accept_tree(grid.tokens, parents, draws, draft_lens, depth)
-    outcomes = tree_outcomes(result.path, result.accept_lens, draft_lens, parents)
+    outcomes = tree_outcomes(result.path, result.num_accepted, draft_lens, parents)
     for request in range(batch):
         is_accepted = {0: True}
         for column in range(1, parents.shape[1]):
@@ -236,11 +236,11 @@ def test_outcomes_of_a_tree_are_those_of_walking_it(tree, seed):
 def test_a_chain_has_the_outcomes_of_the_tree_with_one_branch(seed, batch, depth):
     generator = torch.Generator().manual_seed(seed)
     draft_lens = torch.randint(depth + 1, (batch,), generator=generator)
-    accept_lens = torch.minimum(torch.randint(depth + 1, (batch,), generator=generator), draft_lens)
+    num_accepted = torch.minimum(torch.randint(depth + 1, (batch,), generator=generator), draft_lens)
     columns = torch.arange(depth + 1)
-    path = columns.where(columns <= accept_lens[:, None], depth)
-    tree = tree_outcomes(path, accept_lens, draft_lens, (columns - 1).clamp(min=0).expand(batch, -1))
-    chain = chain_outcomes(accept_lens, draft_lens, depth)
+    path = columns.where(columns <= num_accepted[:, None], depth)
+    tree = tree_outcomes(path, num_accepted, draft_lens, (columns - 1).clamp(min=0).expand(batch, -1))
+    chain = chain_outcomes(num_accepted, draft_lens, depth)
     assert torch.equal(tree.reached, chain.reached) and torch.equal(tree.accepted, chain.accepted)
 
 
@@ -262,13 +262,13 @@ def test_docstring_examples():
 def test_calibrated_trees_keep_parents_before_children(tree):
     seed, batch, *_ = tree
     proposal = grow(*tree, taught(seed, prior_strength=1.0))
-    scores = torch.nn.functional.pad(proposal.scores, (1, 0), value=1.0)
-    columns = torch.arange(1, scores.shape[1])
+    survival = torch.nn.functional.pad(proposal.survival, (1, 0), value=1.0)
+    columns = torch.arange(1, survival.shape[1])
     parents = proposal.shape.parents[:, 1:]
     assert (parents < columns).all()
-    assert (proposal.scores <= scores.gather(1, parents)).all()
-    assert (proposal.scores.diff(dim=1) <= 0).all()
-    draft_lens = select_prefixes(proposal.scores, batch * 3)
+    assert (proposal.survival <= survival.gather(1, parents)).all()
+    assert (proposal.survival.diff(dim=1) <= 0).all()
+    draft_lens = select_prefixes(proposal.survival, batch * 3)
     for request in range(batch):
         chosen = set(range(int(draft_lens[request]) + 1))
         assert all(int(parents[request, column - 1]) in chosen for column in chosen - {0})
@@ -302,9 +302,9 @@ def run_distorted(passes: int, count_unreached: bool = False, seed: int = 0) -> 
     for _ in range(passes):
         probs = torch.rand(64, DEPTH, generator=generator)
         right = torch.rand(64, DEPTH, generator=generator) < distort(probs)
-        accept_lens = right.int().cumprod(dim=1).sum(dim=1)
+        num_accepted = right.int().cumprod(dim=1).sum(dim=1)
         draft_lens = torch.randint(DEPTH + 1, (64,), generator=generator)
-        reached, accepted = chain_outcomes(torch.minimum(accept_lens, draft_lens), draft_lens, DEPTH)
+        reached, accepted = chain_outcomes(torch.minimum(num_accepted, draft_lens), draft_lens, DEPTH)
         if count_unreached:
             reached = DEPTHS <= draft_lens[:, None]
         calibration.observe(probs, DEPTHS, reached, accepted)

@@ -6,20 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower, propose_matches, trust
+from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower, propose_matches
 from tetris_sglang.estimates import Calibration, EvidenceOffsets
-from tetris_sglang.estimates.estimator import EvidenceCalibration
+from tetris_sglang.estimates.estimator import AcceptanceEstimator
+from tetris_sglang.selection import survival_from_probs
 from tetris_sglang.texts import (
-    FIRST_EXTENSION,
     FIRST_COPIED,
+    FIRST_EXTENSION,
     INITIAL_OFFSETS,
     NO_EXTENSION,
     NUM_EVIDENCE,
-    Matcher,
     Match,
+    Matcher,
     is_copied,
     is_matching,
     min_passes,
+    trust,
     trust_match_lens,
 )
 from tetris_sglang.texts.match import COPIED_PROB, MAX_MATCH
@@ -141,7 +143,9 @@ def test_chains_go_on_as_the_match_does_if_they_followed_it(seed, batch, depth, 
                 assert tokens[place] == stood[place]
                 kind = FIRST_EXTENSION - 1 + extension_class(match_len + place)
                 assert evidence[place] == (kind if followed else NO_EXTENSION)
-                assert float(proposal.scores[request, place]) == pytest.approx(copied if followed else 0.0)
+                above = float(proposal.survival[request, place - 1])
+                believed = above * copied if followed else 0.0
+                assert float(proposal.survival[request, place]) == pytest.approx(believed, rel=1e-5)
                 assert float(proposal.probs[request, place]) == (COPIED_PROB if followed else 0.0)
             # With fewer passes the place would still hold this token if what is copied from the text reaches it.
             reaches = followed if place >= depth else is_stood
@@ -161,12 +165,15 @@ def test_texts_go_on_by_themselves_where_there_is_a_match(seed, batch, num_exten
         if not match_len:
             assert proposal.evidence[request].tolist() == [NO_EXTENSION] * num_extension
             assert (
-                proposal.scores[request].tolist() == proposal.probs[request].tolist() == [0.0] * num_extension
+                proposal.survival[request].tolist()
+                == proposal.probs[request].tolist()
+                == [0.0] * num_extension
             )
             continue
         kinds = [FIRST_EXTENSION - 1 + extension_class(match_len + place) for place in range(num_extension)]
         assert read_kinds(proposal, match)[request] == kinds
-        assert proposal.scores[request].tolist() == pytest.approx([0.6] * num_extension)
+        expected = [0.6 ** (place + 1) for place in range(num_extension)]
+        assert proposal.survival[request].tolist() == pytest.approx(expected, rel=1e-5)
         assert proposal.probs[request].tolist() == [COPIED_PROB] * num_extension
         assert needed[request].tolist() == [0] * num_extension
 
@@ -175,8 +182,8 @@ def test_without_calibration_a_longer_match_is_believed_more():
     match = Match(torch.tensor([[3, 9], [4, 8], [5, 7]]), torch.tensor([0, 2, 8]))
     probs = trust_match_lens(match.match_lens[:, None] + torch.arange(2))
     proposal = propose_matches(match, trust, probs)
-    assert torch.equal(proposal.scores[1:], probs[1:]) and torch.equal(proposal.scores, proposal.probs)
-    assert proposal.scores[0].tolist() == [0, 0]
+    assert torch.equal(proposal.probs[1:], probs[1:]) and proposal.probs[0].tolist() == [0, 0]
+    assert torch.equal(proposal.survival, survival_from_probs(proposal.probs))
     assert probs[1, 0] < probs[1, 1] < probs[2, 0] < probs[2, 1]
 
 
@@ -229,7 +236,7 @@ def test_a_copied_token_needs_the_better_score(shape):
         assert grower.frontier_tokens[request].tolist() == ([*mine[:-1], copied] if takes else mine)
     proposal = grower.finish(branches)
     assert torch.equal(
-        proposal.scores.where(~is_copied(proposal.evidence), 0.6),
+        proposal.survival.where(~is_copied(proposal.evidence), 0.6),
         SOMETIMES(proposal.probs, 1, proposal.evidence),
     )
 
@@ -247,8 +254,7 @@ def test_nothing_is_asked_of_the_device_while_drafting():
     with FakeTensorMode():
         match = Match(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
         offsets = EvidenceOffsets(INITIAL_OFFSETS)
-        calibrate = EvidenceCalibration(Calibration(3), offsets)
-        matcher = Matcher(match, calibrate)
+        matcher = Matcher(match, AcceptanceEstimator(3))
         tokens, probs = torch.zeros(2, 1, 2, dtype=torch.int64), torch.ones(2, 1, 2)
         choice = matcher.choose(0, tokens, probs, matcher.exists)
         tokens, probs = torch.zeros(2, 2, 2, dtype=torch.int64), torch.ones(2, 2, 2)
@@ -317,13 +323,12 @@ def test_a_rival_of_that_probability_is_worth_as_much(seed):
     """So copying where the draft's probability is below it is copying where the copied token scores higher."""
     generator = torch.Generator().manual_seed(seed)
     depth = 3
-    calibration = Calibration(depth, refresh_every=1)
-    offsets = EvidenceOffsets((2 * torch.randn(NUM_EVIDENCE, generator=generator)).tolist())
+    calibrate = AcceptanceEstimator(depth)
+    calibrate.evidence = EvidenceOffsets((2 * torch.randn(NUM_EVIDENCE, generator=generator)).tolist())
     for _ in range(seed % 4):
         probs = torch.rand(64, depth, generator=generator)
         accepted = torch.rand(64, depth, generator=generator) < probs**2
-        calibration.observe(probs, torch.arange(1, depth + 1), torch.ones_like(accepted), accepted)
-    calibrate = EvidenceCalibration(calibration, offsets)
+        calibrate.calibration.observe(probs, torch.arange(1, depth + 1), torch.ones_like(accepted), accepted)
     depths = torch.arange(1, depth + 1)
     whose = KINDS * torch.randint(2, (2, 1), generator=generator)
     contradicted = whose + torch.randint(FIRST_COPIED, (2, depth), generator=generator)

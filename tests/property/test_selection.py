@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tetris_sglang.drafting import Proposal
 from tetris_sglang.runtime.operations import get_operations
 from tetris_sglang.selection import (
     SMALLEST_SURVIVAL,
@@ -201,20 +200,14 @@ def test_upstream_selection_agrees():
 
 @given(batches(), st.data())
 def test_weighted_selection_takes_the_largest_weighted_survivals(case, data):
-    """Through the operation that serves, chains and trees; against a sort in plain Python, ties included."""
+    """Through the operation that serves; against a sort in plain Python, ties included."""
     survival, capacity, _ = case
     batch, depth = survival.shape
     weight = st.sampled_from([0.0, 1.0, 1.0, 4.0, 1 / 64, 64.0]) | st.floats(1 / 64, 64, width=32)
     weights = torch.tensor(data.draw(st.lists(weight, min_size=batch, max_size=batch)))
     num_speculating = int((weights > 0).sum())
     capacity = min(capacity, num_speculating * depth)
-    as_tree = data.draw(st.booleans())
-    if as_tree:
-        proposal = Proposal(torch.zeros(batch, depth), survival, shape=())
-    else:
-        proposal = Proposal(torch.zeros(batch, depth), survival)
-        survival = survival_from_probs(survival)
-    draft_lens = get_operations("cpu", "tetris").select_drafts(proposal, capacity, weights)
+    draft_lens = get_operations("cpu", "tetris").select_drafts(survival, capacity, weights)
 
     # Scaled as served; what is lifted off 0 ranks last, shallower first.
     worth = (survival * (weights / 512)[:, None]).clamp(min=SMALLEST_SURVIVAL).tolist()
@@ -230,12 +223,11 @@ def test_more_weight_never_takes_a_token_away(case, request, factor):
     survival, capacity, _ = case
     request %= survival.shape[0]
     capacity = min(capacity, survival.numel())
-    proposal = Proposal(torch.zeros(survival.shape), survival, shape=())
     weights = torch.ones(len(survival))
     operations = get_operations("cpu", "tetris")
-    before = operations.select_drafts(proposal, capacity, weights)
+    before = operations.select_drafts(survival, capacity, weights)
     weights[request] = factor
-    after = operations.select_drafts(proposal, capacity, weights)
+    after = operations.select_drafts(survival, capacity, weights)
     assert after[request] >= before[request]
 
 
@@ -310,12 +302,12 @@ def test_oracle_bounds_every_rule(case, seed):
     survival, capacity, caps = case
     batch, depth = survival.shape
     generator = torch.Generator().manual_seed(seed)
-    accept_lens = torch.randint(0, depth + 1, (batch,), generator=generator)
+    num_accepted = torch.randint(0, depth + 1, (batch,), generator=generator)
 
     def accepted(draft_lens):
-        return int(torch.minimum(draft_lens, accept_lens).sum())
+        return int(torch.minimum(draft_lens, num_accepted).sum())
 
-    oracle = select_oracle(survival, capacity, caps, accept_lens=accept_lens)
+    oracle = select_oracle(survival, capacity, caps, num_accepted=num_accepted)
     assert accepted(oracle) == int(oracle.sum()) <= capacity
     for name in ("tetris", "uniform", "random"):
         assert accepted(oracle) >= accepted(get_selector(name)(survival, capacity, caps))

@@ -121,7 +121,7 @@ def test_every_node_is_a_path_of_what_was_drafted(shape):
                 path = (int(proposal.tokens[request, at - 1]), *path)
                 at = int(proposal.shape.parents[request, at])
             assert len(path) == int(proposal.shape.depths[request, column])
-            nodes.append((path, float(proposal.scores[request, column - 1])))
+            nodes.append((path, float(proposal.survival[request, column - 1])))
         assert sorted(path for path, _ in nodes) == sorted(path for path, _ in drafted)
         expected = dict(drafted)
         for path, survival in nodes:
@@ -155,7 +155,7 @@ def test_parents_come_first_and_survival_never_rises(shape, max_nodes):
     assert (parents[:, 0] == 0).all() and (depths[:, 0] == 0).all()
     assert (parents[:, 1:] < columns[1:]).all()
     assert (depths[:, 1:] == depths.gather(1, parents)[:, 1:] + 1).all()
-    assert (proposal.scores.diff(dim=1) <= 0).all()
+    assert (proposal.survival.diff(dim=1) <= 0).all()
 
 
 @given(SHAPES, st.integers(0, 9))
@@ -163,9 +163,9 @@ def test_selection_takes_parents_first_and_is_optimal(shape, capacity):
     """Against every parent-closed choice of nodes of the whole batch."""
     seed, _, _, _, tied = shape
     proposal, *_ = grow(seed, 2, 2, 2, 5, tied)
-    draft_lens = select_prefixes(proposal.scores, capacity).tolist()
+    draft_lens = select_prefixes(proposal.survival, capacity).tolist()
     chosen = sum(
-        proposal.scores[request, :length].double().sum().item() for request, length in enumerate(draft_lens)
+        proposal.survival[request, :length].double().sum().item() for request, length in enumerate(draft_lens)
     )
     best = 0.0
     nodes = [(request, column) for request in range(2) for column in range(1, 6)]
@@ -175,7 +175,7 @@ def test_selection_takes_parents_first_and_is_optimal(shape, capacity):
             continue
         parents = {(r, int(proposal.shape.parents[r, c])) for r, c in taken}
         if all(parent in taken or parent[1] == 0 for parent in parents):
-            best = max(best, math.fsum(float(proposal.scores[r, c - 1]) for r, c in taken))
+            best = max(best, math.fsum(float(proposal.survival[r, c - 1]) for r, c in taken))
     assert chosen == pytest.approx(best, abs=1e-6)
 
 
@@ -225,7 +225,7 @@ def test_acceptance_is_the_walk_down(shape, max_nodes, seed):
                 break
             (at,) = matching
             path.append(at)
-        assert int(accepted.accept_lens[request]) == len(path) - 1
+        assert int(accepted.num_accepted[request]) == len(path) - 1
         assert accepted.path[request, : len(path)].tolist() == path
         assert int(accepted.bonus_tokens[request]) == int(draws[request, at])
 
@@ -239,7 +239,7 @@ def test_a_chain_is_the_tree_with_one_branch(seed, batch, depth):
     parents = (torch.arange(depth + 1) - 1).clamp(min=0).expand(batch, -1)
     as_tree = accept_tree(candidates, parents, draws, draft_lens, depth)
     as_chain = accept_chain(candidates, draws, draft_lens)
-    assert as_tree.accept_lens.tolist() == as_chain.accept_lens.tolist()
+    assert as_tree.num_accepted.tolist() == as_chain.num_accepted.tolist()
     assert as_tree.bonus_tokens.tolist() == as_chain.bonus_tokens.tolist()
 
 
@@ -251,7 +251,7 @@ def test_docstring_examples():
         torch.tensor([3]),
         2,
     )
-    assert (accepted.accept_lens.tolist(), accepted.bonus_tokens.tolist()) == ([2], [9])
+    assert (accepted.num_accepted.tolist(), accepted.bonus_tokens.tolist()) == ([2], [9])
     assert accepted.path.tolist() == [[0, 1, 2]]
     with pytest.raises(ValueError, match="need parents"):
         accept_tree(torch.zeros(1, 3), torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1), 2)
@@ -263,5 +263,5 @@ def test_a_draft_that_knows_nothing_is_ordered_all_the_same():
     proposal = grower.finish(6)
     # 2 survives with 0.5, its child 5 too (a probability above 1 is rounding); all others never do.
     assert proposal.tokens[0, :2].tolist() == [2, 5]
-    assert proposal.scores.tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0, 0.0]]
+    assert proposal.survival.tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0, 0.0]]
     assert proposal.shape.parents.tolist() == [[0, 0, 1, 0, 3, 3, 1]]

@@ -130,7 +130,7 @@ def accept_too_often(candidates, target_probs, draft_lens, generator, positions)
 def accept_with_fresh_bonus(candidates, target_probs, draft_lens, generator, positions):
     """Broken: after a rejection the bonus is drawn anew from p, so the rejected token has a second chance."""
     result = accept_target_only(candidates, target_probs, draft_lens, generator, positions)
-    bonus_probs = target_probs[torch.arange(len(candidates)), result.accept_lens.long()]
+    bonus_probs = target_probs[torch.arange(len(candidates)), result.num_accepted.long()]
     return result._replace(bonus_tokens=sample_rows(bonus_probs, uniforms(generator, len(candidates))))
 
 
@@ -184,11 +184,11 @@ def decode(draft, select, accept, seed):
         candidates = torch.cat([root, drafts], dim=1)
         draft_lens = select(candidates, draft_probs)
         first_draft_lens = draft_lens if first_draft_lens is None else first_draft_lens
-        accept_lens, bonus_tokens = accept(candidates, TARGET[candidates], draft_lens, generator, emitted)
+        num_accepted, bonus_tokens = accept(candidates, TARGET[candidates], draft_lens, generator, emitted)
         emits = torch.cat([drafts, drafts[:, :1]], dim=1)
-        emits.scatter_(1, accept_lens.long()[:, None], bonus_tokens[:, None])
+        emits.scatter_(1, num_accepted.long()[:, None], bonus_tokens[:, None])
         columns = torch.arange(MAX_DRAFT + 1)
-        new = (columns <= accept_lens[:, None]) & (emitted < HORIZON)[:, None]
+        new = (columns <= num_accepted[:, None]) & (emitted < HORIZON)[:, None]
         positions = (emitted[:, None] + 1 + columns).clamp(max=output.shape[1] - 1)
         rows = torch.arange(REQUESTS)[:, None].expand_as(positions)
         output[rows[new], positions[new]] = emits[new]
@@ -266,7 +266,7 @@ def test_the_trap_in_numbers():
     candidates = torch.stack([torch.zeros_like(drafts), drafts], dim=1)
     target_tokens = torch.stack([own, own], dim=1)
     accepted = accept_chain(candidates, target_tokens, verified.int())
-    by_own_draw = torch.where(accepted.accept_lens == 1, drafts, accepted.bonus_tokens)
+    by_own_draw = torch.where(accepted.num_accepted == 1, drafts, accepted.bonus_tokens)
     standard_error = (0.9 * 0.1 / n) ** 0.5
     assert abs((by_rejection == 0).double().mean() - 0.95) < 4 * standard_error
     assert abs((by_own_draw == 0).double().mean() - 0.90) < 4 * standard_error
@@ -321,12 +321,12 @@ def decode_trees(accept, capacity, seed):
         root = output.gather(1, emitted.clamp(max=HORIZON)[:, None])[:, 0]
         proposal = draft_trees(root)
         grid = make_grid(root, proposal, TREE_DEPTH, TREE_NODES + 1)
-        draft_lens = select_prefixes(proposal.scores, capacity)
+        draft_lens = select_prefixes(proposal.survival, capacity)
         accepted, draws = accept(grid, draft_lens, generator)
-        by_second_child += int(((accepted.path[:, 1] > 1) & (accepted.accept_lens > 0)).sum())
+        by_second_child += int(((accepted.path[:, 1] > 1) & (accepted.num_accepted > 0)).sum())
         emits = draws.gather(1, accepted.path)
         columns = torch.arange(TREE_DEPTH + 1)
-        new = (columns <= accepted.accept_lens[:, None]) & (emitted < HORIZON)[:, None]
+        new = (columns <= accepted.num_accepted[:, None]) & (emitted < HORIZON)[:, None]
         positions = (emitted[:, None] + 1 + columns).clamp(max=output.shape[1] - 1)
         rows = torch.arange(REQUESTS)[:, None].expand_as(positions)
         output[rows[new], positions[new]] = emits[new]

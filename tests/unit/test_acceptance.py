@@ -38,8 +38,8 @@ def test_accept_chain(drafts, target_tokens, draft_len, expected):
         torch.tensor([target_tokens]),
         torch.tensor([draft_len], dtype=torch.int32),
     )
-    assert (result.accept_lens.tolist(), result.bonus_tokens.tolist()) == ([expected[0]], [expected[1]])
-    assert (result.accept_lens.dtype, result.bonus_tokens.dtype) == (torch.int32, torch.int64)
+    assert (result.num_accepted.tolist(), result.bonus_tokens.tolist()) == ([expected[0]], [expected[1]])
+    assert (result.num_accepted.dtype, result.bonus_tokens.dtype) == (torch.int32, torch.int64)
 
 
 @settings(deadline=None, max_examples=200)
@@ -57,7 +57,7 @@ def test_batch_equals_one_by_one_and_garbage_never_matters(seed, batch, width, v
 
     def observed(candidates, target_tokens):
         result = accept_chain(candidates, target_tokens, draft_lens)
-        return list(zip(result.accept_lens.tolist(), result.bonus_tokens.tolist(), strict=True))
+        return list(zip(result.num_accepted.tolist(), result.bonus_tokens.tolist(), strict=True))
 
     assert observed(candidates, target_tokens) == expected
     # The worst garbage: beyond draft_lens every draft matches, and tokens are outside any vocabulary.
@@ -124,7 +124,7 @@ def test_certain_tokens_are_always_accepted_and_impossible_ones_never():
     draft_lens = torch.ones(rows, dtype=torch.int32)
     for probs, expected in ((certain, 1), (impossible, 0)):
         tokens = sample_rows(probs, uniforms)
-        accepted = accept_chain(candidates, tokens[:, None].repeat(1, 2), draft_lens).accept_lens
+        accepted = accept_chain(candidates, tokens[:, None].repeat(1, 2), draft_lens).num_accepted
         assert (accepted == expected).all()
 
 

@@ -21,10 +21,11 @@ from tetris_sglang.capacity import (
     capacity_shares,
     measure_curves,
 )
-from tetris_sglang.drafting import Proposal
+from tetris_sglang.drafting import make_chains
 from tetris_sglang.runtime.planning import pass_timing
 from tetris_sglang.runtime.planning.planner import StepPlanner
 from tetris_sglang.runtime.ranks import Ranks
+from tetris_sglang.runtime.requests.weights import Wishes
 from tetris_sglang.selection import select_prefixes
 
 NUM_STEPS = 6
@@ -395,14 +396,12 @@ def test_late_results_do_not_count_against_the_draft(batch_size, lag):
     policy.choose = lambda *_: StepPlan(0, 0) if len(accepted) % 3 == 2 else StepPlan(4, 3 * batch_size)
     planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
     batch = SimpleNamespace(reqs=[None] * batch_size, seq_lens_sum=0)
-    proposal = Proposal(
-        torch.zeros((batch_size, 4), dtype=torch.int64),
-        torch.tensor([0.9, 0.8, 0.7, 0.6]).expand(batch_size, 4),
-    )
+    probs = torch.tensor([0.9, 0.8, 0.7, 0.6]).expand(batch_size, 4)
+    proposal = make_chains(torch.zeros((batch_size, 4), dtype=torch.int64), probs, probs)
     expected = batch_size * (0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7)
     accepted = []
     for step in range(60):
-        plan = planner.plan(batch, batch_size)
+        plan = planner.plan(batch)
         if plan.depth:
             planner.after_draft(proposal, plan)
         accepted.append(0.5 * expected if plan.depth else 0)
@@ -418,16 +417,16 @@ def test_drafts_of_requests_that_opted_out_are_not_expected_to_be_accepted(weigh
     planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
     policy.choose = lambda *_: StepPlan(NUM_STEPS, NUM_STEPS)
     batch = SimpleNamespace(reqs=[None] * 2, seq_lens_sum=0)
-    survival = torch.full((2, NUM_STEPS), 0.7)
-    taking = sum(weight > 0 for weight in weights)
+    probs, taking = torch.full((2, NUM_STEPS), 0.7), sum(weight > 0 for weight in weights)
+    wishes = Wishes(torch.tensor(weights), taking, mean_weight)
     for _ in range(60):
         planner.after_draft(
-            Proposal(torch.zeros((2, NUM_STEPS), dtype=torch.int64), survival),
-            planner.plan(batch, taking),
-            torch.tensor(weights),
-            mean_weight,
+            make_chains(torch.zeros((2, NUM_STEPS), dtype=torch.int64), probs, probs),
+            planner.plan(batch, wishes),
+            wishes.weights,
+            wishes,
         )
-        best = survival.cumprod(dim=1)[:taking].flatten().sort(descending=True).values[:NUM_STEPS]
+        best = probs.cumprod(dim=1)[:taking].flatten().sort(descending=True).values[:NUM_STEPS]
         planner.after_result(float(best.sum()))
     assert policy.curves.confidence(NUM_STEPS) == pytest.approx(1.0, abs=0.1)
 
@@ -435,15 +434,16 @@ def test_drafts_of_requests_that_opted_out_are_not_expected_to_be_accepted(weigh
 def test_fair_capacity_follows_the_tokens_that_count():
     """Where a token counts more, so does a row that may accept it; weights of 1 are as none."""
     batch = SimpleNamespace(reqs=[None] * 2, seq_lens_sum=0)
-    proposal = Proposal(torch.zeros((2, NUM_STEPS), dtype=torch.int64), torch.full((2, NUM_STEPS), 0.7))
+    probs = torch.full((2, NUM_STEPS), 0.7)
+    proposal = make_chains(torch.zeros((2, NUM_STEPS), dtype=torch.int64), probs, probs)
     counted = []
     for weights in (torch.tensor([0.25, 0.25]), None, torch.tensor([1.0, 1.0])):
         policy = make_auto()
         planner = StepPlanner(
             policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks()
         )
-        planner.after_draft(proposal, planner.plan(batch, 2), weights)
-        planner.plan(batch, 2)
+        planner.after_draft(proposal, planner.plan(batch), weights)
+        planner.plan(batch)
         counted.append(policy.curves.accepted(np.array([NUM_STEPS]), np.array([1.0])).item())
     assert counted[0] < counted[1] == counted[2]
     assert counted[0] == pytest.approx(counted[1] / 4)
@@ -462,5 +462,5 @@ def test_context_is_counted_also_when_requests_have_just_left(known, lens, expec
     policy.choose = lambda batch_size, limits, context_tokens: seen.append(context_tokens) or StepPlan(0, 0)
     planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
     lens = None if lens is None else torch.tensor(lens)
-    planner.plan(SimpleNamespace(reqs=[None] * 2, seq_lens_sum=known, seq_lens_cpu=lens), 2)
+    planner.plan(SimpleNamespace(reqs=[None] * 2, seq_lens_sum=known, seq_lens_cpu=lens))
     assert seen == [expected]

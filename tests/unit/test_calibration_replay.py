@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tetris_sglang.estimates import EvidenceOffsets
 from tetris_sglang.estimates.calibration import Calibration, Reliability, chain_outcomes
-from tetris_sglang.estimates.estimator import EvidenceCalibration
+from tetris_sglang.estimates.estimator import AcceptanceEstimator
 from tetris_sglang.selection import select_prefixes, survival_from_probs
-from tetris_sglang.texts import INITIAL_OFFSETS
 
 # See scripts/record_replay.py.
 TRACES = Path(__file__).resolve().parents[1] / "data/replay.npz"
@@ -58,12 +56,12 @@ RAW, CALIBRATED, WITH_EVIDENCE = range(3)
 """Each with what those before it have."""
 
 
-class Estimator:
+class Estimate:
     """What serving estimates acceptance with, or a part of it."""
 
     def __init__(self, kind: int, depth: int) -> None:
-        self.kind, self.depths, self.calibration = kind, torch.arange(1, depth + 1), Calibration(depth)
-        self.calibrate = EvidenceCalibration(self.calibration, EvidenceOffsets(INITIAL_OFFSETS))
+        self.kind, self.depths, self.calibrate = kind, torch.arange(1, depth + 1), AcceptanceEstimator(depth)
+        self.calibrate.calibration = self.calibration = Calibration(depth)
 
     def apply(self, probs: Tensor, evidence: Tensor) -> Tensor:
         if self.kind == RAW:
@@ -87,7 +85,7 @@ def replay(names: list[str], kind: int, seed: int) -> Result:
     running = [next(waiting[slot // share]) for slot in range(SLOTS)]
     positions = [0] * SLOTS
     depth = running[0].probs.shape[1]
-    estimators = [Estimator(kind, depth) for _ in names]
+    estimators = [Estimate(kind, depth) for _ in names]
     accepted_total = expected_total = steps = 0.0
     while True:
         raw, evidence = (
@@ -98,15 +96,15 @@ def replay(names: list[str], kind: int, seed: int) -> Result:
         parts = zip(estimators, raw.split(share), evidence.split(share), strict=True)
         survival = survival_from_probs(torch.cat([e.apply(rows, kinds) for e, rows, kinds in parts]))
         draft_lens = select_prefixes(survival, CAPACITY_PER_REQUEST * SLOTS)
-        accept_lens = torch.minimum(acceptable, draft_lens)
-        outcomes = chain_outcomes(accept_lens, draft_lens, depth)
+        num_accepted = torch.minimum(acceptable, draft_lens)
+        outcomes = chain_outcomes(num_accepted, draft_lens, depth)
         parts = zip(*(t.split(share) for t in (raw, evidence, *outcomes)), strict=True)
         for estimator, part in zip(estimators, parts, strict=True):
             estimator.observe(*part)
         steps += SLOTS
-        accepted_total += int(accept_lens.sum())
+        accepted_total += int(num_accepted.sum())
         expected_total += float(survival[torch.arange(depth) < draft_lens[:, None]].sum())
-        for slot, accept_len in enumerate(accept_lens.tolist()):
+        for slot, accept_len in enumerate(num_accepted.tolist()):
             positions[slot] += accept_len + 1
             if positions[slot] >= len(running[slot].accepted):
                 request = next(waiting[slot // share], None)

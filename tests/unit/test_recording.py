@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.records import make_record
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import Proposal, TreeShape, make_grid, tree_survival
-from tetris_sglang.packing import AcceptedTokens
+from tetris_sglang.drafting import Proposal, TreeShape, make_chains, tree_survival
 from tetris_sglang.runtime.reports import recording
 from tetris_sglang.runtime.reports.recording import StepRecorder
 from tetris_sglang.texts import FIRST_EXTENSION, NO_EXTENSION
@@ -44,28 +44,24 @@ def read(tmp_path):
     return lambda: read_trace(tmp_path / "run.trace")
 
 
-def make_accepted(accept_lens: list[int], path: list[list[int]] | None = None) -> AcceptedTokens:
-    unused = torch.empty(0)
-    return AcceptedTokens(
-        torch.tensor(accept_lens, dtype=torch.int32), unused, unused, unused, unused,
-        None if path is None else torch.tensor(path),
-    )  # fmt: skip
+def begin(recorder, requests: list[Request], slots: list[int]) -> None:
+    recorder.begin(SimpleNamespace(reqs=requests, req_pool_indices=torch.tensor(slots)), None)
 
 
 def add_chains(
-    recorder, scores, probs, selected: list[int], accept_lens: list[int], slots: list[int]
+    recorder, accept_probs, probs, selected: list[int], num_accepted: list[int], slots: list[int]
 ) -> None:
-    scores, probs = torch.tensor(scores), torch.tensor(probs)
-    depth = scores.shape[1]
-    proposal = Proposal(torch.zeros_like(scores, dtype=torch.int64), scores, None, probs)
-    grid = make_grid(torch.zeros(len(scores)), proposal, depth, NUM_NODES + 1)
-    verify_lens = torch.tensor(selected, dtype=torch.int32) + 1
-    recorder.add(proposal, grid, make_accepted(accept_lens), verify_lens, torch.tensor(slots), depth)
+    accept_probs, probs = torch.tensor(accept_probs), torch.tensor(probs)
+    depth = accept_probs.shape[1]
+    proposal = make_chains(torch.zeros_like(accept_probs, dtype=torch.int64), accept_probs, probs)
+    recorder.observe(
+        make_record(proposal, selected=selected, num_accepted=num_accepted, depth=depth, slots=slots)
+    )
 
 
 def test_chains(make_recorder, read):
     recorder, requests = make_recorder(), [Request(), Request()]
-    recorder.add_prefilled(requests, torch.tensor([5, 2]))
+    begin(recorder, requests, [5, 2])
     add_chains(
         recorder,
         [[0.5, 0.5, 1.0], [0.25, 1.0, 0.5]],
@@ -94,7 +90,7 @@ def test_chains(make_recorder, read):
 def test_what_the_text_continues_needs_fewer_passes(make_recorder, read):
     """Two passes and two tokens more: one chain follows its text from the root on, the other one never."""
     recorder = make_recorder(num_extension=2)
-    recorder.add_prefilled([Request(), Request()], torch.tensor([0, 1]))
+    begin(recorder, [Request(), Request()], [0, 1])
     scores = torch.full((2, 4), 0.5)
     agreement, contradiction = 1, 2
     evidence = torch.tensor(
@@ -103,10 +99,8 @@ def test_what_the_text_continues_needs_fewer_passes(make_recorder, read):
             [contradiction, NO_EVIDENCE] + [NO_EXTENSION] * 2,
         ]
     )
-    proposal = Proposal(torch.zeros_like(evidence), scores, None, scores, evidence)
-    grid = make_grid(torch.zeros(2), proposal, 4, NUM_NODES + 1)
-    verify_lens = torch.tensor([5, 3], dtype=torch.int32)
-    recorder.add(proposal, grid, make_accepted([4, 0]), verify_lens, torch.tensor([0, 1]), 2)
+    proposal = make_chains(torch.zeros_like(evidence), scores, scores, evidence)
+    recorder.observe(make_record(proposal, selected=[4, 2], num_accepted=[4, 0], depth=2))
     recorder.write()
     trace = read()
     assert trace.depths.tolist() == [2, 2] and trace.node_depths.tolist() == [[1, 2, 3, 4]] * 2
@@ -140,14 +134,23 @@ def test_the_raw_survival_of_a_tree_is_the_product_along_the_path(seed):
 
 def test_trees(make_recorder, read):
     recorder = make_recorder()
-    recorder.add_prefilled([Request()], torch.tensor([3]))
+    begin(recorder, [Request()], [3])
     # Node 3 hangs below node 1, node 4 below node 3.
     shape = TreeShape(torch.tensor([[0, 0, 0, 1, 3]]), torch.tensor([[0, 1, 1, 2, 3]]))
     probs, scores = torch.tensor([[0.5, 0.25, 0.5, 0.5]]), torch.tensor([[0.5, 0.375, 0.25, 0.125]])
     proposal = Proposal(torch.tensor([[7, 8, 9, 9]]), scores, shape, probs)
-    grid = make_grid(torch.zeros(1), proposal, 3, NUM_NODES + 3)
-    accepted = make_accepted([2], [[0, 1, 3, 6]])
-    recorder.add(proposal, grid, accepted, torch.tensor([4], dtype=torch.int32), torch.tensor([3]), 3)
+    recorder.observe(
+        make_record(
+            proposal,
+            selected=[3],
+            num_accepted=[2],
+            depth=3,
+            max_depth=3,
+            path=[[0, 1, 3, 6]],
+            slots=[3],
+            width=NUM_NODES + 3,
+        )
+    )
     recorder.write()
     trace = read()
     assert trace.raw.tolist() == [[0.5, 0.25, 0.25, 0.125]]
@@ -158,22 +161,22 @@ def test_trees(make_recorder, read):
 
 def test_plain_steps_are_counted_and_nothing_else(make_recorder, read):
     recorder = make_recorder()
-    recorder.add_prefilled([Request()], torch.tensor([0]))
+    begin(recorder, [Request()], [0])
     for _ in range(2):
         add_chains(recorder, [[0.5]], [[0.5]], [1], [1], [0])
-        recorder.add(None, None, None, None, None, 0)
+        recorder.observe(make_record(None, selected=[0], num_accepted=[0]))
     recorder.write()
     assert read().steps.tolist() == [0, 2]
 
 
 def test_a_request_keeps_its_number_when_it_comes_back_in_another_slot(make_recorder, read):
     recorder, first, second = make_recorder(), Request(), Request()
-    recorder.add_prefilled([first], torch.tensor([0]))
-    recorder.add_prefilled([second], torch.tensor([1]))
+    begin(recorder, [first], [0])
+    begin(recorder, [second], [1])
     add_chains(recorder, [[0.5]] * 2, [[0.5]] * 2, [1, 1], [1, 1], [0, 1])
     # The first is retracted; a third takes its slot.
     third = Request()
-    recorder.add_prefilled([third, first], torch.tensor([0, 4]))
+    begin(recorder, [third, first], [0, 4])
     add_chains(recorder, [[0.5]] * 3, [[0.5]] * 3, [1, 1, 1], [1, 1, 1], [0, 1, 4])
     recorder.write()
     assert read().requests.tolist() == [0, 1, 2, 1, 0]
@@ -182,7 +185,7 @@ def test_a_request_keeps_its_number_when_it_comes_back_in_another_slot(make_reco
 def test_steps_are_written_in_order_once_they_have_come_in(make_recorder, read, monkeypatch):
     """On CUDA nothing waits for the device."""
     recorder = make_recorder()
-    recorder.add_prefilled([Request()], torch.tensor([0]))
+    begin(recorder, [Request()], [0])
     copies = []
 
     def copy_late(*tensors):
@@ -203,7 +206,7 @@ def test_steps_are_written_in_order_once_they_have_come_in(make_recorder, read, 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(make_recorder, read, caplog):
     recorder = make_recorder()
-    recorder.add_prefilled([Request()], torch.tensor([0]))
+    begin(recorder, [Request()], [0])
     add_chains(recorder, [[0.5]], [[0.5]], [1], [1], [0])
     recorder.write()
 

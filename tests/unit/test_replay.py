@@ -31,8 +31,8 @@ def make_chains(seed: int, batch: int, depth: int) -> Batch:
     survival, raw = (
         (torch.randint(1, 5, (batch, depth), generator=draw) / 4).cumprod(dim=1) for _ in range(2)
     )
-    accept_lens = torch.randint(0, depth + 1, (batch,), generator=draw)
-    accepted = torch.arange(depth) < accept_lens[:, None]
+    num_accepted = torch.randint(0, depth + 1, (batch,), generator=draw)
+    accepted = torch.arange(depth) < num_accepted[:, None]
     return Batch(raw, survival, accepted, torch.full((batch,), depth))
 
 
@@ -91,7 +91,7 @@ def test_on_chains_the_oracle_is_the_library_s_and_fills_up(seed):
     batch = make_chains(seed, batch=5, depth=4)
     for capacity in range(1, 24):
         selected = select(rank(RULES["oracle"], batch), capacity)
-        plain = select_oracle(batch.survival, capacity, accept_lens=batch.accepted.sum(dim=1))
+        plain = select_oracle(batch.survival, capacity, num_accepted=batch.accepted.sum(dim=1))
         assert selected.accepted == plain.sum()
         assert selected.verified == min(capacity, 20) >= plain.sum()
 

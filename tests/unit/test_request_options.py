@@ -17,16 +17,10 @@ activate()  # as SGLang does, before its modules are imported
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from tetris_sglang.drafting import Proposal
 from tetris_sglang.runtime.operations import get_operations
-from tetris_sglang.runtime.requests.options import (
-    DEFAULT,
-    Adjustment,
-    RequestOptions,
-    RequestWeights,
-    combine_weights,
-    parse,
-)
+from tetris_sglang.runtime.requests.options import DEFAULT, RequestOptions, parse
+from tetris_sglang.runtime.requests.weights import RequestWeights, Wishes
+from tetris_sglang.selection import RequestPace, survival_from_probs
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -104,6 +98,10 @@ class FakeReq:
         self.sampling_params = SimpleNamespace(custom_params={"tetris": options} if options else None)
 
 
+def begin(weights: RequestWeights, reqs: list[FakeReq]) -> None:
+    weights.begin(SimpleNamespace(reqs=reqs, req_pool_indices=torch.arange(len(reqs))), None)
+
+
 def test_requests_are_told_apart_as_ours_here():
     assert Req.__eq__ is object.__eq__ and Req.__hash__ is object.__hash__
     assert hasattr(Req, "__weakref__")
@@ -112,23 +110,23 @@ def test_requests_are_told_apart_as_ours_here():
 def test_weights_stand_in_the_order_of_the_step():
     plain, silent, heavy = FakeReq(), FakeReq(speculate=False, weight=8), FakeReq(weight=4)
     weights = RequestWeights("cpu")
-    weights.add_prefilled([plain, silent])
-    weights.add_prefilled([heavy, heavy])  # chunks, or a retracted request that comes back
-    adjustment = weights.adjust([heavy, plain, silent, plain])
-    assert adjustment.weights.tolist() == [4, 1, 0, 1]
-    assert adjustment.weights.dtype == torch.float32
-    assert (adjustment.num_speculating, adjustment.mean_weight) == (3, 2.0)
-    assert weights.adjust([silent, silent]).num_speculating == 0
+    begin(weights, [plain, silent])
+    begin(weights, [heavy, heavy])  # chunks, or a retracted request that comes back
+    wishes = weights.get_wishes([heavy, plain, silent, plain])
+    assert wishes.weights.tolist() == [4, 1, 0, 1]
+    assert wishes.weights.dtype == torch.float32
+    assert (wishes.num_speculating, wishes.mean_weight) == (3, 2.0)
+    assert weights.get_wishes([silent, silent]).num_speculating == 0
 
 
 def test_a_step_without_wishes_is_not_adjusted():
     plain, heavy = FakeReq(), FakeReq(weight=4)
     weights = RequestWeights("cpu")
-    weights.add_prefilled([plain, FakeReq(weight=1.0, speculate=True)])
-    assert weights.adjust([plain]) is None
-    weights.add_prefilled([heavy])
-    assert weights.adjust([plain, plain]) is None
-    assert weights.adjust([plain, heavy]) is not None
+    begin(weights, [plain, FakeReq(weight=1.0, speculate=True)])
+    assert weights.get_wishes([plain]) is None
+    begin(weights, [heavy])
+    assert weights.get_wishes([plain, plain]) is None
+    assert weights.get_wishes([plain, heavy]) is not None
 
 
 def test_steps_look_at_no_request_unless_one_with_a_wish_is_alive():
@@ -138,22 +136,22 @@ def test_steps_look_at_no_request_unless_one_with_a_wish_is_alive():
 
     weights = RequestWeights("cpu")
     heavy = FakeReq(weight=4)
-    weights.add_prefilled([FakeReq(), heavy])
+    begin(weights, [FakeReq(), heavy])
     with pytest.raises(AssertionError, match="looked at"):
-        weights.adjust(Untouchable())
+        weights.get_wishes(Untouchable())
     del heavy  # SGLang keeps no finished request
     gc.collect()
-    assert weights.adjust(Untouchable()) is None
+    assert weights.get_wishes(Untouchable()) is None
 
 
 # -- selection ----------------------------------------------------------------------------------------------------
 
-PROBS = torch.tensor([[0.9, 0.9, 0.9], [0.5, 0.5, 0.5], [0.8, 0.2, 0.0]])
+SURVIVAL = survival_from_probs(torch.tensor([[0.9, 0.9, 0.9], [0.5, 0.5, 0.5], [0.8, 0.2, 0.0]]))
 
 
 def select(weights: list[float], capacity: int, selection: str = "tetris") -> list[int]:
-    proposal = Proposal(torch.zeros(3, 3, dtype=torch.int64), PROBS)
-    return get_operations("cpu", selection).select_drafts(proposal, capacity, torch.tensor(weights)).tolist()
+    operations = get_operations("cpu", selection)
+    return operations.select_drafts(SURVIVAL, capacity, torch.tensor(weights)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -174,11 +172,14 @@ def test_weighted_selection(weights, capacity, draft_lens):
 
 
 def test_wishes_go_on_top_of_the_pace():
-    pace, wishes = torch.tensor([2.0, 0.5]), Adjustment(torch.tensor([0.0, 4.0]), 1, 4.0)
-    assert combine_weights(None, None) is None
-    assert combine_weights(pace, None) is pace
-    assert combine_weights(None, wishes) is wishes.weights
-    assert combine_weights(pace, wishes).tolist() == [0.0, 2.0]
+    rows, wishes = torch.arange(2), Wishes(torch.tensor([0.0, 4.0]), 1, 4.0)
+    pace = RequestPace(2, fairness=1.0)
+    pace.observe(rows, torch.tensor([1, 5]))
+    paced, plain = RequestWeights("cpu", pace), RequestWeights("cpu")
+    assert plain.compose(rows, None) is None
+    assert plain.compose(rows, wishes) is wishes.weights
+    assert paced.compose(rows, None).tolist() == pace.weights(rows).tolist()
+    assert paced.compose(rows, wishes).tolist() == [0.0, 4 * float(pace.weights(rows)[1])]
 
 
 @pytest.mark.parametrize("selection", ["uniform", "random"])
@@ -188,8 +189,6 @@ def test_baselines_give_nothing_to_requests_that_opted_out(selection):
 
 
 def test_a_batch_without_wishes_goes_the_ordinary_way():
-    operations = get_operations("cpu", "tetris")._replace(
-        select=lambda *arguments: arguments, select_nodes=None
-    )
-    probs, capacity, weights = operations.select_drafts(Proposal(torch.zeros(3, 3), PROBS), 4)
-    assert torch.equal(probs, PROBS) and capacity == 4 and weights is None
+    operations = get_operations("cpu", "tetris")._replace(select=lambda *arguments: arguments)
+    survival, capacity, weights = operations.select_drafts(SURVIVAL, 4)
+    assert torch.equal(survival, SURVIVAL) and capacity == 4 and weights is None

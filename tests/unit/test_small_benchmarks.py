@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = {
     "selection": {"BATCHES": [4], "DEPTHS": [2]},
     "calibration": {"BATCHES": [4]},
-    "match": {"BATCHES": [4]},
+    "matches": {"BATCHES": [4]},
     "planning": {"BATCHES": [4]},
     "recording": {"BATCHES": [4]},
     "noise": {"ROWS": [4], "VOCABULARIES": [50]},

@@ -24,7 +24,7 @@ from sglang.srt.sampling.penaltylib import (
 from tetris_sglang.drafting import Grid, Proposal, TreeShape, ancestor_mask, make_grid
 from tetris_sglang.kernels.tree_mask import pack_tree_mask_reference
 from tetris_sglang.runtime import inventory
-from tetris_sglang.runtime.drafts.model import most_likely
+from tetris_sglang.runtime.drafts.passes import most_likely
 from tetris_sglang.runtime.drafts.windows import Window, align_right, make_draft_input, read_window
 from tetris_sglang.runtime.logits import adjust_logits, count_written
 from tetris_sglang.runtime.operations import get_operations, warm_up
@@ -42,9 +42,9 @@ def pack(draft_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("selection", ["tetris", "uniform", "random"])
 def test_selection_fills_its_capacity_whatever_the_draft_thinks(selection):
     """The host counts on it: the number of verified rows is never read back."""
-    probs = torch.tensor([[0.9, 1e-30, 1e-30], [0.0, 0.5, 1.0], [1e-38, float("nan"), 0.0]])
+    survival = torch.tensor([[0.9, 1e-30, 1e-38], [0.0, 0.0, 0.0], [1e-38, 0.0, 0.0]])
     for capacity in (1, 4, 8, 9):
-        draft_lens = get_operations("cpu", selection).select(probs, capacity)
+        draft_lens = get_operations("cpu", selection).select(survival, capacity)
         assert draft_lens.sum() == capacity
 
 
@@ -52,9 +52,9 @@ def test_warming_up_runs_every_operation_for_every_power_of_two():
     batches = []
     operations = get_operations("cpu", "tetris")
 
-    def select(probs, capacity_tokens, weights=None):
-        batches.append((*probs.shape, capacity_tokens, weights is not None))
-        return operations.select(probs, capacity_tokens, weights)
+    def select(survival, capacity_tokens, weights=None):
+        batches.append((*survival.shape, capacity_tokens, weights is not None))
+        return operations.select(survival, capacity_tokens, weights)
 
     drawn = []
     watched = operations._replace(select=select, draw=lambda *rows: drawn.append(rows))

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tetris_sglang.drafting import Grid, Proposal
-from tetris_sglang.estimates import Calibration, EvidenceOffsets
-from tetris_sglang.estimates.estimator import AcceptanceLearner
-from tetris_sglang.packing import AcceptedTokens
+from tests.records import make_record
+from tetris_sglang.drafting import make_chains
+from tetris_sglang.estimates.estimator import AcceptanceEstimator
 from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.texts import FIRST_COPIED, INITIAL_OFFSETS
 
@@ -48,7 +47,7 @@ def test_texts_follow_prompts_steps_and_new_requests_in_old_slots():
             slots = rng.sample(range(SLOTS), rng.randint(1, 3))
             for slot in slots:  # an earlier request of the slot has ended
                 known[slot] = [rng.randrange(99) for _ in range(rng.randint(2, 12))]
-            texts.add_prompts(make_batch(slots, known), torch.tensor([known[slot][-1] for slot in slots]))
+            texts.begin(make_batch(slots, known), torch.tensor([known[slot][-1] for slot in slots]))
         else:
             slots = rng.sample(sorted(known), rng.randint(1, len(known)))
             slots = [slot for slot in slots if len(known[slot]) + WIDTH < COLUMNS]
@@ -68,7 +67,7 @@ def test_texts_follow_prompts_steps_and_new_requests_in_old_slots():
 def test_a_match_is_found_in_the_slot_s_own_text():
     texts = make_texts()
     known = {4: [5, 6, 7, 5, 6], 1: [9, 9, 8]}
-    texts.add_prompts(make_batch([4, 1], known), torch.tensor([6, 8]))
+    texts.begin(make_batch([4, 1], known), torch.tensor([6, 8]))
     found = texts.recent.find(torch.tensor([4, 1]), 3)
     assert found.match_lens.tolist() == [2, 0]
     assert found.tokens[0].tolist() == [7, 5, 6]
@@ -77,7 +76,7 @@ def test_a_match_is_found_in_the_slot_s_own_text():
 def test_of_a_long_prompt_the_end_is_searched():
     texts = make_texts(columns=5000)
     prompt = [1, 2, 3, *[4] * 4000, 5, 6, 7, 8, *[9] * 30, 1, 2, 5, 6]
-    texts.add_prompts(make_batch([0], {0: prompt}), torch.tensor([6]))
+    texts.begin(make_batch([0], {0: prompt}), torch.tensor([6]))
     found = texts.recent.find(torch.tensor([0]), 2)
     assert (found.match_lens.tolist(), found.tokens.tolist()) == ([2], [[7, 8]])
 
@@ -86,9 +85,9 @@ def test_of_a_long_prompt_the_end_is_searched():
 def test_what_another_request_wrote_is_matched_until_it_is_forgotten(key):
     """Whichever wrote it: prompt, steps, or one that is gone; not across cache salts."""
     texts, known = make_texts(), {3: [1, 2, 3], 0: [8, 4, 5], 2: [9, 4, 5]}
-    texts.add_prompts(make_batch([3], known), torch.tensor([3]))
+    texts.begin(make_batch([3], known), torch.tensor([3]))
     texts.append(make_batch([3], known), torch.tensor([[4, 5, 6, 7]]), torch.tensor([3]))
-    texts.add_prompts(make_batch([0], known), torch.tensor([5]))
+    texts.begin(make_batch([0], known), torch.tensor([5]))
     found = texts.recent.find(torch.tensor([0]), 2)
     assert (found.match_lens.tolist(), found.tokens[0, 0].item(), found.is_others.tolist()) == (
         [2],
@@ -97,46 +96,30 @@ def test_what_another_request_wrote_is_matched_until_it_is_forgotten(key):
     )
     salted = make_batch([2], known)
     setattr(salted.reqs[0], key, "another tenant's")
-    texts.add_prompts(salted, torch.tensor([5]))
+    texts.begin(salted, torch.tensor([5]))
     assert texts.recent.find(torch.tensor([2]), 2).match_lens.tolist() == [0]
     # The slot's next request: what the one before wrote is still known.
     known[3] = [7, 7]
-    texts.add_prompts(make_batch([3], known), torch.tensor([7]))
+    texts.begin(make_batch([3], known), torch.tensor([7]))
     found = texts.recent.find(torch.tensor([0, 3]), 2)
     assert (found.match_lens.tolist(), found.tokens[0, 0].item()) == ([2, 1], 6)
     texts.forget()
     assert texts.recent.find(torch.tensor([0]), 2).match_lens.tolist() == [0]
 
 
-def make_accepted(accept_lens: list[int], width: int) -> AcceptedTokens:
-    """Of chains, which tokens they were being of no account."""
-    batch_size = len(accept_lens)
-    return AcceptedTokens(
-        target_tokens=torch.zeros(batch_size, width, dtype=torch.int64),
-        accept_lens=torch.tensor(accept_lens),
-        bonus_tokens=torch.zeros(batch_size, dtype=torch.int64),
-        last_tokens=torch.zeros(batch_size, dtype=torch.int64),
-        new_seq_lens=torch.zeros(batch_size, dtype=torch.int64),
-        path=None,
-    )
-
-
 def test_a_copied_token_teaches_its_kind_and_no_score():
     """The draft gave it none: it must not move what scores are worth."""
     depth = 2
-    calibration = Calibration(depth, refresh_every=1)
-    learner = AcceptanceLearner(calibration, EvidenceOffsets(INITIAL_OFFSETS))
+    estimator = AcceptanceEstimator(depth)
     kinds = torch.tensor([[1, FIRST_COPIED], [0, FIRST_COPIED + 1]])
     probs = torch.full((2, depth), 0.5)
-    proposal = Proposal(torch.tensor([[1, 2], [3, 4]]), probs, None, probs, kinds)
-    accepted = make_accepted([2, 1], width=3)
-    grid = Grid(torch.zeros(2, 3, dtype=torch.int64), depth)
+    proposal = make_chains(torch.tensor([[1, 2], [3, 4]]), probs, probs, kinds)
     for _ in range(8):
-        learner.add(proposal, grid, accepted, torch.tensor([3, 3]))
-    offsets = learner.evidence.summarise()
+        estimator.observe(make_record(proposal, selected=[2, 2], num_accepted=[2, 1]))
+    offsets = estimator.evidence.summarise()
     assert offsets[FIRST_COPIED] > INITIAL_OFFSETS[FIRST_COPIED]  # accepted
     assert offsets[FIRST_COPIED + 1] < INITIAL_OFFSETS[FIRST_COPIED + 1]  # rejected
-    counts = {cell.depth: cell.count for cell in calibration.reliability().bins}
+    counts = {cell.depth: cell.count for cell in estimator.calibration.reliability().bins}
     assert set(counts) == {1}  # both tokens of the second level were copied
 
 
@@ -152,7 +135,7 @@ def test_what_plain_steps_write_is_found_once_it_is_looked_for():
                 known[slot] = [rng.randrange(4) for _ in range(rng.randint(2, 6))]
             for texts in (together, one_by_one):
                 newest = torch.tensor([known[slot][-1] for slot in slots])
-                texts.add_prompts(make_batch(slots, known), newest)
+                texts.begin(make_batch(slots, known), newest)
             requests = {slot: object() for slot in known}
             continue
         slots = sorted(slot for slot in known if len(known[slot]) + WIDTH < COLUMNS)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class AcceptResult(NamedTuple):
-    accept_lens: Tensor
+    num_accepted: Tensor
     """[batch] int32, draft tokens accepted, 0..draft_lens."""
     bonus_tokens: Tensor
     """[batch] int64, the target's token after the last accepted one."""
@@ -36,13 +36,13 @@ def accept_chain(candidates: Tensor, target_tokens: Tensor, draft_lens: Tensor) 
         target_tokens: [batch, width] int64; column j is the target's token after column j of candidates.
         draft_lens: [batch] integers in 0..width - 1.
     Returns:
-        AcceptResult; the request emits accept_lens drafts and one bonus token.
+        AcceptResult; the request emits num_accepted drafts and one bonus token.
     Raises:
         ValueError: shapes that do not fit together.
     Sync: none; CUDA-graph safe.
     Example: candidates [[7, 1, 2, 3]], target_tokens [[1, 2, 9, 4]]
-        draft_lens [3] -> accept_lens [2], bonus_tokens [9]
-        draft_lens [1] -> accept_lens [1], bonus_tokens [2]
+        draft_lens [3] -> num_accepted [2], bonus_tokens [9]
+        draft_lens [1] -> num_accepted [1], bonus_tokens [2]
     """
     batch, width = candidates.shape
     if target_tokens.shape != (batch, width) or draft_lens.shape != (batch,):
@@ -52,6 +52,6 @@ def accept_chain(candidates: Tensor, target_tokens: Tensor, draft_lens: Tensor) 
         )
     selected = torch.arange(width - 1, device=candidates.device) < draft_lens[:, None]
     matches = (candidates[:, 1:] == target_tokens[:, :-1]) & selected
-    accept_lens = matches.cumprod(dim=1).sum(dim=1)
-    bonus_tokens = target_tokens.gather(1, accept_lens[:, None]).squeeze(1)
-    return AcceptResult(accept_lens.to(torch.int32), bonus_tokens)
+    num_accepted = matches.cumprod(dim=1).sum(dim=1)
+    bonus_tokens = target_tokens.gather(1, num_accepted[:, None]).squeeze(1)
+    return AcceptResult(num_accepted.to(torch.int32), bonus_tokens)

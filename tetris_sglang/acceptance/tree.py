@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class TreeAcceptResult(NamedTuple):
-    accept_lens: Tensor
+    num_accepted: Tensor
     """[batch] int32, draft tokens accepted: the depth of the last accepted node."""
     bonus_tokens: Tensor
     """[batch] int64, the target's token after the last accepted node."""
     path: Tensor
-    """[batch, max_depth + 1] int64, the columns of the root and of the accepted nodes; beyond accept_lens the last column."""
+    """[batch, max_depth + 1] int64, the columns of the root and of the accepted nodes; beyond num_accepted the last column."""
 
 
 def accept_tree(
@@ -34,7 +34,7 @@ def accept_tree(
         ValueError: shapes that do not fit together.
     Sync: none; CUDA-graph safe.
     Example: candidates [[7, 1, 2, 5]], parents [[0, 0, 1, 0]], target_tokens [[1, 2, 9, 4]], draft_lens [3]: columns 1 and
-        2 -> accept_lens [2], bonus_tokens [9], path [[0, 1, 2]]
+        2 -> num_accepted [2], bonus_tokens [9], path [[0, 1, 2]]
     """
     batch, width = candidates.shape
     if not parents.shape == target_tokens.shape == (batch, width) or draft_lens.shape != (batch,):
@@ -50,8 +50,8 @@ def accept_tree(
         accepted = matches & accepted.gather(1, parents)
     # A node's column is larger than its parent's, so ascending columns are the path.
     path = torch.where(accepted, columns, width - 1).sort(dim=1).values[:, : max_depth + 1]
-    accept_lens = accepted.sum(dim=1) - 1
-    last = path.gather(1, accept_lens[:, None])
+    num_accepted = accepted.sum(dim=1) - 1
+    last = path.gather(1, num_accepted[:, None])
     return TreeAcceptResult(
-        accept_lens.to(torch.int32), target_tokens.gather(1, last).squeeze(1), path.contiguous()
+        num_accepted.to(torch.int32), target_tokens.gather(1, last).squeeze(1), path.contiguous()
     )

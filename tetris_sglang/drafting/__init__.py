@@ -3,19 +3,17 @@ texts say of a draft, the request's own and others'."""
 
 from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower, propose_matches
 from tetris_sglang.drafting.proposal import (
-    Calibrate,
     Grid,
     Proposal,
     TreeShape,
     ancestor_mask,
     count_nodes,
+    make_chains,
     make_grid,
     tree_survival,
-    trust,
 )
 
 __all__ = [
-    "Calibrate",
     "ChainGrower",
     "Grid",
     "Grower",
@@ -25,7 +23,7 @@ __all__ = [
     "ancestor_mask",
     "propose_matches",
     "count_nodes",
+    "make_chains",
     "make_grid",
     "tree_survival",
-    "trust",
 ]

@@ -11,15 +11,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting.proposal import Calibrate, Proposal, order_nodes, trust
+from tetris_sglang.drafting.proposal import Proposal, make_chains, order_nodes
 from tetris_sglang.selection.survival import as_probability
 from tetris_sglang.texts.match import (
     COPIED_PROB,
+    Calibrate,
     Choice,
-    Matcher,
     Match,
+    Matcher,
     extension_evidence,
     score_extension,
+    trust,
 )
 
 
@@ -76,14 +78,14 @@ class ChainGrower:
         tokens, probs = parts[:2]
         depths = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         if self._matcher is None:
-            return Proposal(tokens, self._calibrate(probs, depths, None), None, probs)
+            return make_chains(tokens, self._calibrate(probs, depths, None), probs)
         columns = tokens, *self._matcher.score(slice(0, len(depths)), depths, Choice(*parts))
         end = min(max_nodes, self._matcher.num_levels)
         if end > len(depths):
             extension = self._matcher.go_on(slice(len(depths), end), self._is_followed)
             columns = tuple(torch.cat(pair, dim=1) for pair in zip(columns, extension, strict=True))
-        tokens, probs, scores, evidence = columns
-        return Proposal(tokens, scores, None, probs, evidence)
+        tokens, probs, accept_probs, evidence = columns
+        return make_chains(tokens, accept_probs, probs, evidence)
 
 
 def propose_matches(match: Match, calibrate: Calibrate, probs: Tensor | float = COPIED_PROB) -> Proposal:
@@ -91,13 +93,13 @@ def propose_matches(match: Match, calibrate: Calibrate, probs: Tensor | float = 
 
     Args:
         probs: [batch, depth] float32, or one for all: what to believe of their tokens without calibration.
-    Example: match tokens [[3, 9, 1]], match_lens [2] -> tokens [[3, 9, 1]]; match_lens [0] -> scores [[0, 0, 0]]
+    Example: match tokens [[3, 9, 1]], match_lens [2] -> tokens [[3, 9, 1]]; match_lens [0] -> survival [[0, 0, 0]]
     """
     depths = torch.arange(1, match.tokens.shape[1] + 1, device=match.tokens.device)
     exists = (match.match_lens > 0)[:, None]
     kinds = extension_evidence(match)
-    probs, scores, evidence = score_extension(kinds, exists, depths, calibrate, probs)
-    return Proposal(match.tokens, scores, None, probs, evidence)
+    probs, accept_probs, evidence = score_extension(kinds, exists, depths, calibrate, probs)
+    return make_chains(match.tokens, accept_probs, probs, evidence)
 
 
 class TreeGrower:
@@ -136,14 +138,16 @@ class TreeGrower:
         level = len(self._tokens)
         if self._matcher is None:
             tokens, probs = tokens.flatten(1), probs.flatten(1)
-            scores = self._calibrate(probs, level + 1, None)
+            accept_probs = self._calibrate(probs, level + 1, None)
         else:
             choice = self._matcher.choose(level, tokens, probs, self._is_followed)
             tokens, self._is_followed = choice.tokens, choice.is_followed
-            probs, scores, evidence = self._matcher.score(slice(level, level + 1), level + 1, choice)
+            probs, accept_probs, evidence = self._matcher.score(slice(level, level + 1), level + 1, choice)
             self._evidence.append(evidence)
         # Rounding cannot lift a child above its parent: a product with at most 1 rounds to at most the other factor.
-        survival = self._frontier_survival.repeat_interleave(self._branches, dim=1) * as_probability(scores)
+        survival = self._frontier_survival.repeat_interleave(self._branches, dim=1) * as_probability(
+            accept_probs
+        )
         self._tokens.append(tokens)
         self._probs.append(probs)
         self._survival.append(survival)

@@ -8,12 +8,12 @@ request's list: the same `draft_lens` describe chains and trees.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tetris_sglang.selection.survival import as_probability
+from tetris_sglang.selection.survival import as_probability, survival_from_probs
 
 
 class TreeShape(NamedTuple):
@@ -25,51 +25,31 @@ class TreeShape(NamedTuple):
     """[batch, width] int64, 0 for the root."""
 
 
-class Calibrate(Protocol):
-    """What a draft's probabilities are worth; see estimates.Calibration and texts.match."""
-
-    def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
-        """How likely such tokens are accepted, given that those before them are.
-
-        Args:
-            probs: [batch, n] float32. depths: from 1, to be broadcast. evidence: [batch, n] int64; None: there is none.
-        """
-
-    def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
-        """The draft's probability with which a token with `contradicted` evidence is worth as much as one with `copied`.
-
-        Args:
-            depths: [n] int64, from 1. copied, contradicted: [batch, n] int64, kinds of evidence.
-        Returns:
-            [batch, n] float32.
-        """
-
-
-class _Trust:
-    """No calibration: what the draft says, whatever speaks against it."""
-
-    def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
-        return probs
-
-    def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
-        return torch.zeros_like(copied, dtype=torch.float32)
-
-
-trust = _Trust()
-
-
 class Proposal(NamedTuple):
     tokens: Tensor
     """[batch, num_nodes] int64."""
-    scores: Tensor
-    """[batch, num_nodes] float32. Chains: how likely each token is accepted given those before it. Trees: each node's
-    survival, the product of these from the root to it, non-increasing."""
+    survival: Tensor
+    """[batch, num_nodes] float32 in [0, 1], non-increasing: how likely each token is accepted, with all before it."""
     shape: TreeShape | None = None
     """[batch, num_nodes + 1]; None: chains, node i follows node i - 1."""
     probs: Tensor | None = None
-    """[batch, num_nodes] float32, the draft's own probability of each token; None: the scores are."""
+    """[batch, num_nodes] float32, the draft's own probability of each token, given those before it; None: nobody asks."""
     evidence: Tensor | None = None
     """[batch, num_nodes] int64, what texts say of each token, see `texts.match`; None: was not asked."""
+
+
+def make_chains(
+    tokens: Tensor, accept_probs: Tensor, probs: Tensor, evidence: Tensor | None = None
+) -> Proposal:
+    """Chains.
+
+    Args:
+        tokens: [batch, num_nodes] int64. accept_probs: [batch, num_nodes] float32, how likely each token is accepted, given
+            those before it. probs, evidence: as in `Proposal`.
+    Sync: none; CUDA-graph safe.
+    Example: accept_probs [[.9, .5]] -> survival [[.9, .45]]
+    """
+    return Proposal(tokens, survival_from_probs(accept_probs), None, probs, evidence)
 
 
 class Grid(NamedTuple):

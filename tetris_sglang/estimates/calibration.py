@@ -29,41 +29,41 @@ class Outcomes(NamedTuple):
     """[batch, nodes] bool, implies reached."""
 
 
-def chain_outcomes(accept_lens: Tensor, draft_lens: Tensor, max_draft: int) -> Outcomes:
+def chain_outcomes(num_accepted: Tensor, draft_lens: Tensor, max_draft: int) -> Outcomes:
     """Outcomes of chains.
 
     Args:
-        accept_lens: [batch] integers, drafts accepted, at most draft_lens.
+        num_accepted: [batch] integers, drafts accepted, at most draft_lens.
         draft_lens: [batch] integers, drafts verified.
         max_draft: columns of the result, the root excluded.
     Sync: none; CUDA-graph safe.
-    Example: accept_lens [1], draft_lens [3], max_draft 4 -> reached [[T, T, F, F]], accepted [[T, F, F, F]]
+    Example: num_accepted [1], draft_lens [3], max_draft 4 -> reached [[T, T, F, F]], accepted [[T, F, F, F]]
     """
-    columns = torch.arange(max_draft, dtype=accept_lens.dtype, device=accept_lens.device)
-    judged = torch.minimum(accept_lens + 1, draft_lens)
-    return Outcomes(columns < judged[:, None], columns < accept_lens[:, None])
+    columns = torch.arange(max_draft, dtype=num_accepted.dtype, device=num_accepted.device)
+    judged = torch.minimum(num_accepted + 1, draft_lens)
+    return Outcomes(columns < judged[:, None], columns < num_accepted[:, None])
 
 
-def tree_outcomes(path: Tensor, accept_lens: Tensor, draft_lens: Tensor, parents: Tensor) -> Outcomes:
+def tree_outcomes(path: Tensor, num_accepted: Tensor, draft_lens: Tensor, parents: Tensor) -> Outcomes:
     """Outcomes of trees. All verified children of an accepted node are judged; at most one of them is accepted.
 
     Args:
         path: [batch, max_depth + 1] int64, columns of the root and the accepted nodes, as `accept_tree` gives it; what
-            stands beyond accept_lens does not matter.
-        accept_lens: [batch] integers.
+            stands beyond num_accepted does not matter.
+        num_accepted: [batch] integers.
         draft_lens: [batch] integers, nodes verified: columns 1..draft_lens.
         parents: [batch, width] int64, column of each column's parent.
     Returns:
         [batch, width - 1], node i is column i + 1.
     Sync: none; CUDA-graph safe.
-    Example: parents [[0, 0, 1, 0]], path [[0, 1, 3]], accept_lens [1], draft_lens [2] -> reached [[T, T, F]],
+    Example: parents [[0, 0, 1, 0]], path [[0, 1, 3]], num_accepted [1], draft_lens [2] -> reached [[T, T, F]],
         accepted [[T, F, F]]
     """
     batch, width = parents.shape
     device = parents.device
-    steps = torch.arange(path.shape[1], dtype=accept_lens.dtype, device=device)
+    steps = torch.arange(path.shape[1], dtype=num_accepted.dtype, device=device)
     # Surplus entries become the root, which is on every path.
-    columns = path.where(steps <= accept_lens[:, None], 0)
+    columns = path.where(steps <= num_accepted[:, None], 0)
     on_path = torch.zeros(batch, width, dtype=torch.bool, device=device).scatter_(1, columns, True)
     verified = torch.arange(width, dtype=draft_lens.dtype, device=device) <= draft_lens[:, None]
     return Outcomes((verified & on_path.gather(1, parents))[:, 1:], on_path[:, 1:])

@@ -1,4 +1,4 @@
-"""What verification says about the draft's probabilities, gathered over a few steps."""
+"""How likely a drafted token is accepted: the one estimate that drafting, selection and planning share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting import Grid, Proposal
-from tetris_sglang.estimates import Calibration, EvidenceOffsets, chain_outcomes, tree_outcomes
-from tetris_sglang.packing import AcceptedTokens
-from tetris_sglang.texts import FIRST_EXTENSION, FIRST_COPIED, NO_EXTENSION, is_copied
+from tetris_sglang.drafting import Proposal
+from tetris_sglang.estimates.calibration import Calibration, chain_outcomes, tree_outcomes
+from tetris_sglang.estimates.offsets import EvidenceOffsets
+from tetris_sglang.observers import StepRecord
+from tetris_sglang.texts import FIRST_COPIED, FIRST_EXTENSION, INITIAL_OFFSETS, NO_EXTENSION, is_copied
 
 _MAX_STEPS = 8
 _MAX_REQUESTS = 128
@@ -23,35 +24,44 @@ class JudgedNodes(NamedTuple):
     depths: Tensor
     """int64, from 1."""
     reached: Tensor
-    """bool, see `selection.Outcomes`."""
+    """bool, see `Outcomes`."""
     accepted: Tensor
     """bool."""
 
 
-def judge_nodes(proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify_lens: Tensor) -> JudgedNodes:
-    """Read a step's outcomes off what it accepted.
-
-    Args:
-        verify_lens: [batch], selected drafts and the root.
-    Sync: none.
-    """
+def judge_nodes(record: StepRecord) -> JudgedNodes:
+    """Read the outcomes of a step that drafted off what it accepted. Sync: none."""
+    proposal: Proposal = record.proposal
+    num_accepted, grid = record.accepted.num_accepted, record.grid
     batch_size, num_nodes = proposal.tokens.shape
-    draft_lens = verify_lens - 1
+    draft_lens = record.packed.verify_lens - 1
     if grid.shape is None:
         depths = torch.arange(1, num_nodes + 1, device=draft_lens.device).expand(batch_size, -1)
-        return JudgedNodes(depths, *chain_outcomes(accepted.accept_lens, draft_lens, num_nodes))
-    outcomes = tree_outcomes(accepted.path, accepted.accept_lens, draft_lens, grid.shape.parents)
+        return JudgedNodes(depths, *chain_outcomes(num_accepted, draft_lens, num_nodes))
+    outcomes = tree_outcomes(record.accepted.path, num_accepted, draft_lens, grid.shape.parents)
     depths = grid.shape.depths[:, 1 : num_nodes + 1]
     return JudgedNodes(depths, *(outcome[:, :num_nodes] for outcome in outcomes))
 
 
-class EvidenceCalibration(NamedTuple):
-    """A `Calibrate`: what a score is worth at its depth, and what the evidence for the token is. CUDA-graph safe."""
+class AcceptanceEstimator:
+    """A `Calibrate` that learns, and an `Observer`: log-odds of acceptance are the sum of two terms.
 
-    calibration: Calibration
-    evidence: EvidenceOffsets
+    What a draft's probability is worth at its depth (`Calibration`), and what the evidence for the token is worth
+    (`EvidenceOffsets`), which is learnt from what the first leaves unexplained. CUDA-graph safe where it estimates.
+
+    Args:
+        max_depth: of any token, from 1.
+    """
+
+    def __init__(self, max_depth: int, device: torch.device | str = "cpu") -> None:
+        # Refreshed with every few steps, the offsets with every one.
+        self.calibration = Calibration(max_depth, device, refresh_every=1)
+        self.evidence = EvidenceOffsets(INITIAL_OFFSETS, device)
+        self._steps: list[tuple[Tensor, ...]] = []
+        self._num_requests = 0
 
     def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
+        """See `Calibrate`."""
         if evidence is None:
             return self.calibration.apply(probs, depths)
         # The draft gave copied tokens no score.
@@ -59,39 +69,21 @@ class EvidenceCalibration(NamedTuple):
         return log_odds.add_(self.evidence.offsets(evidence)).sigmoid_().nan_to_num_(nan=0.0)
 
     def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
+        """See `Calibrate`."""
         gain = self.evidence.offsets(copied) - self.evidence.offsets(contradicted)
         return self.calibration.invert(gain, depths)
 
+    def begin(self, batch, next_token_ids: Tensor) -> None:
+        """Estimates are the server's, not a request's."""
 
-class AcceptanceLearner:
-    """Feeds all that estimates acceptance with every step's outcomes. No sync.
-
-    Log-odds of acceptance are the sum of two things: what a score is worth at its depth, and what the evidence for the token
-    is worth, which is learnt from what the first leaves unexplained.
-
-    Args:
-        calibration: refreshed with every few steps.
-        evidence: of what the requests' texts say; refreshed with every step.
-    """
-
-    def __init__(self, calibration: Calibration, evidence: EvidenceOffsets) -> None:
-        self.calibration, self.evidence = calibration, evidence
-        self.calibrate = EvidenceCalibration(calibration, evidence)
-        self._steps: list[tuple[Tensor, ...]] = []
-        self._num_requests = 0
-
-    def add(self, proposal: Proposal, grid: Grid, accepted: AcceptedTokens, verify_lens: Tensor) -> None:
-        """Take in one step.
-
-        Args:
-            verify_lens: [batch], selected drafts and the root.
-        """
-        judged, probs = judge_nodes(proposal, grid, accepted, verify_lens), proposal.probs
-        kinds = proposal.evidence
+    def observe(self, record: StepRecord) -> None:
+        """Take in a step's outcomes. Sync: none."""
+        if record.proposal is None:
+            return
+        judged, probs, kinds = judge_nodes(record), record.proposal.probs, record.proposal.evidence
         if kinds is not None:
             judged = judged._replace(reached=judged.reached & (kinds != NO_EXTENSION))
-            calibrated = self.calibrate(probs, judged.depths, kinds)
-            self.evidence.observe(kinds, calibrated, judged.reached, judged.accepted)
+            self.evidence.observe(kinds, self(probs, judged.depths, kinds), judged.reached, judged.accepted)
             judged = judged._replace(reached=judged.reached & ~is_copied(kinds))
         self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
         self._num_requests += len(probs)

@@ -34,7 +34,7 @@ def accept_rows(
     Sync: none; CUDA-graph safe.
     Example: candidates [[7, 1, 2], [8, 3, 4]], qo_indptr [0, 3, 4], target_tokens [1, 5, 6, 3],
         seq_lens [10, 20]
-        -> accept_lens [1, 0], bonus_tokens [5, 3], last_tokens [1, 8], new_seq_lens [12, 21],
+        -> num_accepted [1, 0], bonus_tokens [5, 3], last_tokens [1, 8], new_seq_lens [12, 21],
         target_tokens [[1, 5, 6], [3, 0, 0]]: request 1's draft 3 was not selected.
     """
     check_device(candidates)
@@ -49,7 +49,7 @@ def accept_rows(
     check_tensor("qo_indptr", qo_indptr, (batch + 1,), INT32, candidates)
     check_tensor("seq_lens", seq_lens, (batch,), INTEGERS, candidates)
     accepted = AcceptedTokens(
-        accept_lens=qo_indptr.new_empty(batch),
+        num_accepted=qo_indptr.new_empty(batch),
         bonus_tokens=candidates.new_empty(batch),
         last_tokens=candidates.new_empty(batch),
         new_seq_lens=torch.empty_like(seq_lens),
@@ -82,7 +82,7 @@ def accept_kernel(
     qo_indptr,
     candidates,
     seq_lens,
-    accept_lens,
+    num_accepted,
     bonus_tokens,
     last_tokens,
     new_seq_lens,
@@ -111,7 +111,7 @@ def accept_kernel(
     bonus = tl.load(packed_tokens + starts + lens, mask=is_request, other=0).to(tl.int64)
     last = tl.load(candidates + requests * width + lens, mask=is_request, other=0)
     old_seq_lens = tl.load(seq_lens + requests, mask=is_request, other=0)
-    tl.store(accept_lens + requests, lens, mask=is_request)
+    tl.store(num_accepted + requests, lens, mask=is_request)
     tl.store(bonus_tokens + requests, bonus, mask=is_request)
     tl.store(last_tokens + requests, last, mask=is_request)
     tl.store(new_seq_lens + requests, old_seq_lens + lens + 1, mask=is_request)

@@ -1,4 +1,4 @@
-"""Survival and TETRIS's selection in one launch."""
+"""TETRIS's selection in one launch."""
 
 import functools
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tetris_sglang.kernels.checks import INT32, INTEGERS, check_device, check_tensor
-from tetris_sglang.selection import fill_capacity, survival_from_probs
+from tetris_sglang.selection import fill_capacity
 
 # One program keeps the whole batch in registers: at most 64 survivals for each of its at most 512 threads
 # (1024 threads get half the registers each, and some spill).
@@ -19,18 +19,14 @@ _SMALLEST_SURVIVAL_BITS = tl.constexpr(0x00800000)
 
 
 def select_drafts(
-    draft_probs: Tensor,
+    survival: Tensor,
     capacity_tokens: int | Tensor,
     weights: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Choose the draft tokens of the whole batch that are most likely to survive verification.
 
-    TETRIS (arXiv:2502.15197), Algorithm 1. Exactly, ties included:
-        draft_lens = fill_capacity(survival_from_probs(draft_probs), capacity_tokens, weights)
-    as torch computes it on a CPU, which multiplies a chain from its root on in float64 and rounds every
-    survival once. (On CUDA, torch's cumprod rounds to float32 after each product and in another order: there
-    near-ties may rank differently.)
+    TETRIS (arXiv:2502.15197), Algorithm 1. Exactly `fill_capacity(survival, capacity_tokens, weights)`, ties included.
 
     What is ranked is positive float32, so bit patterns order as integers do. The threshold, the C-th
     largest of the batch, is found bit by bit: 30 counts over registers. Above it everything is
@@ -41,8 +37,8 @@ def select_drafts(
     some ten launches.
 
     Args:
-        draft_probs: [batch, max_draft] float32, contiguous: the draft's probability of each of its own
-            tokens. Values outside [0, 1] are clamped, NaN counts as 0.
+        survival: [batch, max_draft] float32 in [0, 1], contiguous, no NaN, non-increasing along dim 1: of chains, or of
+            trees in the order of `Proposal`.
         capacity_tokens: draft tokens over the whole batch, roots excluded; a 0-d int32 or int64 tensor on the
             same device keeps it out of a captured CUDA graph's constants.
         weights: [batch] float32 in [0, 1]; default: 1.
@@ -54,35 +50,35 @@ def select_drafts(
         ValueError: wrong shapes, dtypes or devices, or an int capacity_tokens < 0 (a tensor's value is not
             read: a negative one selects nothing).
     Sync: none; CUDA-graph safe.
-    Example: [[.9, .9], [.5, .2]], 3 -> [2, 1]
+    Example: [[.9, .8], [.5, .1]], 3 -> [2, 1]
     """
-    check_device(draft_probs)
-    if draft_probs.ndim != 2:
-        raise ValueError(f"draft_probs must be [batch, max_draft], got shape {list(draft_probs.shape)}")
-    batch, max_draft = draft_probs.shape
-    check_tensor("draft_probs", draft_probs, (batch, max_draft), (torch.float32,), draft_probs)
+    check_device(survival)
+    if survival.ndim != 2:
+        raise ValueError(f"survival must be [batch, max_draft], got shape {list(survival.shape)}")
+    batch, max_draft = survival.shape
+    check_tensor("survival", survival, (batch, max_draft), (torch.float32,), survival)
     on_device = isinstance(capacity_tokens, Tensor)
     if on_device:
-        check_tensor("capacity_tokens", capacity_tokens, (), INTEGERS, draft_probs)
+        check_tensor("capacity_tokens", capacity_tokens, (), INTEGERS, survival)
     elif capacity_tokens < 0:
         raise ValueError(f"capacity_tokens must be >= 0, got {capacity_tokens}")
     if weights is not None:
-        check_tensor("weights", weights, (batch,), (torch.float32,), draft_probs)
+        check_tensor("weights", weights, (batch,), (torch.float32,), survival)
     if out is None:
-        draft_lens = torch.empty(batch, dtype=torch.int32, device=draft_probs.device)
+        draft_lens = torch.empty(batch, dtype=torch.int32, device=survival.device)
     else:
-        check_tensor("out", out, (batch,), INT32, draft_probs)
+        check_tensor("out", out, (batch,), INT32, survival)
         draft_lens = out
 
-    if draft_probs.numel() == 0:
+    if survival.numel() == 0:
         return draft_lens.zero_()
     if not fits_one_launch(batch, max_draft):
-        return draft_lens.copy_(fill_capacity(survival_from_probs(draft_probs), capacity_tokens, weights))
+        return draft_lens.copy_(fill_capacity(survival, capacity_tokens, weights))
     block, num_warps = plan_launch(batch, max_draft)
     select_kernel[(1,)](
-        draft_probs,
+        survival,
         capacity_tokens if on_device else min(capacity_tokens, batch * max_draft),  # an int32
-        draft_probs if weights is None else weights,
+        survival if weights is None else weights,
         draft_lens,
         batch,
         MAX_DRAFT=max_draft,
@@ -111,7 +107,7 @@ def plan_launch(batch: int, max_draft: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["capacity_tokens", "batch"])
 def select_kernel(
-    draft_probs,
+    survival,
     capacity_tokens,
     weights,
     draft_lens,
@@ -137,12 +133,9 @@ def select_kernel(
     capacity = tl.minimum(tl.maximum(capacity, 0), max_tokens).to(tl.int32)
 
     # One vector per depth, all in the same layout: whatever follows is elementwise but for the counts.
-    survival = tl.full([BLOCK], 1.0, tl.float64)
     worth_bits = ()
     for depth in tl.static_range(MAX_DRAFT):
-        prob = tl.load(draft_probs + requests * MAX_DRAFT + depth, mask=is_request, other=0.0)
-        survival *= tl.minimum(tl.maximum(prob, 0.0), 1.0)  # of a NaN and 0, maximum takes the 0
-        worth = survival.to(tl.float32)
+        worth = tl.load(survival + requests * MAX_DRAFT + depth, mask=is_request, other=0.0)
         if HAS_WEIGHTS:
             worth *= weight
         bits = worth.to(tl.int32, bitcast=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.acceptance import draw, perturb
-from tetris_sglang.drafting import Grid, Proposal
+from tetris_sglang.drafting import Grid
 from tetris_sglang.packing import (
     AcceptedTokens,
     PackedTokens,
@@ -25,15 +25,12 @@ from tetris_sglang.selection import (
     LARGEST_PACE_WEIGHT,
     fill_capacity,
     get_selector,
-    survival_from_probs,
 )
 
 
 class Operations(NamedTuple):
     select: Callable[..., Tensor]
-    """Chains: as kernels.select.select_drafts."""
-    select_nodes: Callable[..., Tensor]
-    """Trees: as selection.fill_capacity, torch operations on every device."""
+    """As selection.fill_capacity."""
     pack: Callable[..., PackedTokens]
     """As kernels.pack.pack_rows."""
     accept: Callable[..., AcceptedTokens]
@@ -43,21 +40,19 @@ class Operations(NamedTuple):
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]
     """As acceptance.noise.draw."""
 
-    def select_drafts(
-        self, proposal: Proposal, capacity_tokens: int, weights: Tensor | None = None
-    ) -> Tensor:
+    def select_drafts(self, survival: Tensor, capacity_tokens: int, weights: Tensor | None = None) -> Tensor:
         """draft_lens [batch] int32, sum = capacity_tokens.
 
         Args:
+            survival: [batch, num_nodes], as in `Proposal`.
             capacity_tokens: at most all drafts of the requests with a weight above 0.
             weights: [batch] float32 in [0, LARGEST_WEIGHT * LARGEST_PACE_WEIGHT], what the requests' survivals are multiplied
                 with; None: all alike. The baselines heed only zeros.
         """
-        select = self.select if proposal.shape is None else self.select_nodes
         # In [0, 1], as selection wants it.
         if weights is not None:
             weights = weights / (LARGEST_WEIGHT * LARGEST_PACE_WEIGHT)
-        return select(proposal.scores.contiguous(), capacity_tokens, weights)
+        return self.select(survival.contiguous(), capacity_tokens, weights)
 
     def pack_grid(
         self,
@@ -112,9 +107,9 @@ def warm_up(
         seq_lens = torch.ones(batch_size, dtype=torch.int64, device=device)
         rows = torch.zeros_like(seq_lens)
         for num_drafts in num_drafted:
-            probs = torch.full((batch_size, num_drafts), 0.5, device=device)
-            draft_lens = operations.select(probs, capacity_tokens)
-            operations.select(probs, capacity_tokens, torch.ones(batch_size, device=device))
+            survival = torch.full((batch_size, num_drafts), 0.5, device=device)
+            draft_lens = operations.select(survival, capacity_tokens)
+            operations.select(survival, capacity_tokens, torch.ones(batch_size, device=device))
         packed = operations.pack(
             draft_lens, candidates, seq_lens, req_to_token, rows, batch_size + capacity_tokens
         )
@@ -131,13 +126,9 @@ def get_operations(device: str, selection: str) -> Operations:
     Args:
         selection: "tetris", or a baseline, which is torch everywhere.
     """
-    select_nodes = partial(fill_capacity, select=get_selector(selection))
-
-    def select(draft_probs: Tensor, capacity_tokens: int, weights: Tensor | None = None) -> Tensor:
-        return select_nodes(survival_from_probs(draft_probs), capacity_tokens, weights)
-
+    select = partial(fill_capacity, select=get_selector(selection))
     if device != "cuda":
-        return Operations(select, select_nodes, pack_rows_reference, accept_rows_reference, perturb, draw)
+        return Operations(select, pack_rows_reference, accept_rows_reference, perturb, draw)
     from tetris_sglang.kernels import noise
     from tetris_sglang.kernels.accept import accept_rows
     from tetris_sglang.kernels.pack import pack_rows
@@ -145,7 +136,6 @@ def get_operations(device: str, selection: str) -> Operations:
 
     return Operations(
         select_drafts if selection == "tetris" else select,
-        select_nodes,
         pack_rows,
         accept_rows,
         noise.perturb,

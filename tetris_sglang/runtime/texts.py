@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tetris_sglang.observers import StepRecord
 from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.texts import RecentTexts
 
@@ -17,7 +18,8 @@ _MAX_WAITING = 32
 
 
 class RequestTexts:
-    """Prompt and output of the request in every slot and, if shared, what others, running or ended, have to say to it.
+    """An `Observer` that keeps prompt and output of the request in every slot and, if shared, what others, running or ended,
+    have to say to it.
 
     Requests whose prefixes SGLang's cache keeps apart (`extra_key`, `cache_salt`) find nothing in each other's texts.
 
@@ -49,7 +51,7 @@ class RequestTexts:
         self._waiting: list[Tensor] = []
         self._waiting_for: tuple[Sequence, Tensor] = (), torch.empty(0)
 
-    def add_prompts(self, batch, next_token_ids: Tensor) -> None:
+    def begin(self, batch, next_token_ids: Tensor) -> None:
         """Write down what an extend batch read, prefixes from the cache included, and the token after it.
 
         Args:
@@ -66,9 +68,9 @@ class RequestTexts:
         self.tokens[rows, send(columns, device)] = send(torch.cat(texts).to(torch.int32), device)
         self.tokens[batch.req_pool_indices, batch.seq_lens] = next_token_ids.to(torch.int32)
         if self.recent is not None:
-            self._begin(batch.reqs, batch.req_pool_indices, texts, next_token_ids)
+            self._index(batch.reqs, batch.req_pool_indices, texts, next_token_ids)
 
-    def _begin(self, reqs: Sequence, rows: Tensor, texts: Sequence[Tensor], next_token_ids: Tensor) -> None:
+    def _index(self, reqs: Sequence, rows: Tensor, texts: Sequence[Tensor], next_token_ids: Tensor) -> None:
         """Tell the recent texts of an extend batch."""
         self.flush()
         device = self.tokens.device
@@ -84,6 +86,10 @@ class RequestTexts:
         ends = torch.nn.functional.pad(torch.nn.utils.rnn.pad_sequence(ends, batch_first=True), (0, 1))
         tokens = send(ends, device).scatter_(1, counts[:, None], next_token_ids.to(torch.int32)[:, None])
         self.recent.append(rows, tokens, counts + 1)
+
+    def observe(self, record: StepRecord) -> None:
+        emitted = record.accepted.target_tokens[:, : record.max_drafts + 1]
+        self.append(record.batch, emitted, record.accepted.num_accepted + 1)
 
     def append(self, batch, target_tokens: Tensor, counts: Tensor) -> None:
         """Write down what a decode batch emitted.

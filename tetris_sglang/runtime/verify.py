@@ -121,7 +121,7 @@ def make_verify_input(
 
 def graph_tier(target_worker, batch_size: int, num_tokens: int) -> int | None:
     """The rows of the smallest captured target pass that takes `num_tokens`; None where such a pass runs without a graph."""
-    runner = target_worker.model_runner.decode_cuda_graph_runner
+    runner = target_worker.model_runner.decode_cuda_graph_runner  # None on a CPU
     if (
         not getattr(runner, "ragged_verify_mode", False)
         or not runner.attn_backend.supports_ragged_verify_graph
@@ -141,7 +141,7 @@ def forward_target(
     hidden_mode: CaptureHiddenMode,
     max_drafts: int | None = None,
 ):
-    """Run the target over the packed tokens; returns its forward batch and result.
+    """Run the target over the packed tokens; returns SGLang's result of the pass.
 
     Args:
         batch: the decode ScheduleBatch inside SGLang's forward isolation; seq_lens = tokens with target KV.
@@ -176,7 +176,9 @@ def forward_target(
         return_hidden_states_before_norm=False,
     )
     result = target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
-    return forward_batch, result
+    # The device reads it when the host has moved on.
+    result.extra_keep_alive_refs = [forward_batch]
+    return result
 
 
 def sample_target(
@@ -297,14 +299,26 @@ def compute_logprobs(
     logits_output.next_token_logits = None
 
 
-def commit_paths(kv_pool, slots: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+def find_grid_slots(grid: Grid, batch) -> Tensor | None:
+    """[batch, width] int64, the KV slot of every column of a tree's grid; None: chains, which stay where they are.
+
+    To be read before the scheduler may give a finished request's row to another one.
+    """
+    if grid.shape is None:
+        return None
+    columns = batch.seq_lens[:, None] + torch.arange(grid.tokens.shape[1], device=batch.seq_lens.device)
+    table = batch.req_to_token_pool.req_to_token
+    return table[batch.req_pool_indices[:, None], columns].to(torch.int64)
+
+
+def commit_paths(kv_pool, slots: Tensor, path: Tensor, num_accepted: Tensor) -> None:
     """Move the KV of accepted tree nodes from their own columns to the columns of their depths.
 
     Args:
         slots: [batch, max_depth + 1 or more] int64, the slot of every column; and of every column that `path` names.
-        path: [batch, max_depth + 1], from `accept_tree`. accept_lens: [batch].
+        path: [batch, max_depth + 1], from `accept_tree`. num_accepted: [batch].
     """
     depths = torch.arange(path.shape[1], device=path.device)
     target = slots[:, : path.shape[1]]
-    source = torch.where(depths <= accept_lens[:, None], slots.gather(1, path), target)
+    source = torch.where(depths <= num_accepted[:, None], slots.gather(1, path), target)
     move_kv(kv_pool, target, source)

@@ -45,15 +45,15 @@ def select_oracle(
     capacity_tokens: int | Tensor,
     max_draft_lens: Tensor | None = None,
     *,
-    accept_lens: Tensor,
+    num_accepted: Tensor,
 ) -> Tensor:
     """Verify only draft tokens that the target will accept: the bound no rule can beat in accepted tokens.
 
     Uses only the shape of `survival`.
 
     Args:
-        accept_lens: [batch] integers, the draft tokens the target would accept if all were verified.
-    Example: accept_lens [0, 2, 1], 2 -> [0, 1, 1]
+        num_accepted: [batch] integers, the draft tokens the target would accept if all were verified.
+    Example: num_accepted [0, 2, 1], 2 -> [0, 1, 1]
     """
-    accepted = torch.arange(survival.shape[1], device=survival.device) < accept_lens[:, None]
+    accepted = torch.arange(survival.shape[1], device=survival.device) < num_accepted[:, None]
     return select_prefixes(accepted.to(torch.float32), capacity_tokens, max_draft_lens)

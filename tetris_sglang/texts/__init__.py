@@ -2,21 +2,25 @@
 
 from tetris_sglang.texts.index import RecentTexts
 from tetris_sglang.texts.match import (
-    FIRST_EXTENSION,
     FIRST_COPIED,
+    FIRST_EXTENSION,
     INITIAL_OFFSETS,
     NO_EXTENSION,
     NUM_EVIDENCE,
-    Matcher,
+    Calibrate,
     Match,
+    Matcher,
     extension_evidence,
     is_copied,
     is_matching,
     min_passes,
+    trust,
     trust_match_lens,
 )
 
 __all__ = [
+    "Calibrate",
+    "trust",
     "Matcher",
     "FIRST_EXTENSION",
     "FIRST_COPIED",

@@ -16,13 +16,10 @@ Where another request's text shares more than twice as many tokens as the reques
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from tetris_sglang.drafting.proposal import Calibrate
 
 MAX_MATCH = 8
 _LENGTH_CLASSES = 4
@@ -50,6 +47,39 @@ INITIAL_OFFSETS = (
 """Log-odds of each kind before anything was seen. A copied token counts for little: drafts that contradict the text have to
 fail first, so a draft that is always right keeps all of its tokens. A extension one takes no model's place: it begins with what
 such tokens were worth in sampled answers of SmolLM2-135M-Instruct (0.16, 0.46, 0.69 and 0.90 accepted, by rising match length)."""
+
+
+class Calibrate(Protocol):
+    """What a draft's probabilities are worth; `estimates.AcceptanceEstimator` learns it."""
+
+    def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
+        """How likely such tokens are accepted, given that those before them are.
+
+        Args:
+            probs: [batch, n] float32. depths: from 1, to be broadcast. evidence: [batch, n] int64; None: there is none.
+        """
+
+    def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
+        """The draft's probability with which a token with `contradicted` evidence is worth as much as one with `copied`.
+
+        Args:
+            depths: [n] int64, from 1. copied, contradicted: [batch, n] int64, kinds of evidence.
+        Returns:
+            [batch, n] float32.
+        """
+
+
+class _Trust:
+    """No calibration: what the draft says, whatever speaks against it."""
+
+    def __call__(self, probs: Tensor, depths: int | Tensor, evidence: Tensor | None) -> Tensor:
+        return probs
+
+    def find_rival(self, depths: Tensor, copied: Tensor, contradicted: Tensor) -> Tensor:
+        return torch.zeros_like(copied, dtype=torch.float32)
+
+
+trust = _Trust()
 
 
 class Match(NamedTuple):

@@ -23,22 +23,20 @@ from torch import Tensor
 
 from tetris_sglang.acceptance import RequestNoise
 from tetris_sglang.drafting import Proposal, TreeShape
+from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.windows import Window, make_window_input
 
 logger = logging.getLogger(__name__)
 
 
-def capture_drafts(draft) -> DraftGraphs | None:
-    """Capture for every batch size that SGLang captures; None where decode graphs are switched off.
-
-    Args:
-        draft: a `ModelDraft`.
-    """
+def capture_drafts(passes: DraftPasses) -> DraftGraphs | None:
+    """Capture for every batch size that SGLang captures; None where decode graphs are switched off."""
     if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
         return None
-    started_at, before = time.perf_counter(), get_available_gpu_memory(draft.device, draft.gpu_id)
-    graphs = DraftGraphs(draft)
-    after = get_available_gpu_memory(draft.device, draft.gpu_id)
+    worker = passes.worker
+    started_at, before = time.perf_counter(), get_available_gpu_memory(worker.device, worker.gpu_id)
+    graphs = DraftGraphs(passes)
+    after = get_available_gpu_memory(worker.device, worker.gpu_id)
     logger.info(
         "TETRIS: captured drafts of %s batch sizes to the depths %s in %.1f s, %.2f GiB",
         len(graphs.capture_bs),
@@ -61,15 +59,15 @@ def captured_depths(num_steps: int) -> list[int]:
 
 
 class DraftGraphs(EAGLEDraftCudaGraphRunner):
-    """Upstream's capture loop, buffers and backend around `ModelDraft.run`."""
+    """Upstream's capture loop, buffers and backend around `DraftPasses.run`."""
 
-    def __init__(self, draft) -> None:
-        self._draft = draft
-        self._width = draft.window_width
-        self.depths = captured_depths(draft.speculative_num_steps)
+    def __init__(self, passes: DraftPasses) -> None:
+        self._passes, self._spec = passes, passes.spec
+        self._width = passes.spec.window_width
+        self.depths = captured_depths(passes.spec.num_steps)
         self._batches: dict[int, tuple[ForwardBatch, ForwardBatch]] = {}
         """The captured batches by size: the window's pass and the others. They view the static buffers."""
-        super().__init__(draft)
+        super().__init__(passes.worker)
 
     def can_run(self, batch_size: int) -> bool:
         return batch_size <= self.max_bs
@@ -77,7 +75,6 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
     # -- capture ---------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        draft = self._draft
         with torch.device(self.device):
             self._tokens = torch.zeros((self.max_bs, self._width), dtype=torch.int64)
             self._counts = torch.zeros(self.max_bs, dtype=torch.int64)
@@ -87,7 +84,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             self._seeds = torch.zeros(self.max_bs, dtype=torch.int64)
             self._scales = torch.zeros(self.max_bs, dtype=torch.float32)
             self._hidden_states = None
-            if draft.reads_hidden_states:
+            if self._spec.reads_hidden_states:
                 size = get_draft_input_from_target_hidden_dim(self.model_runner)
                 dtype = self.model_runner.model_config.dtype
                 self._hidden_states = torch.zeros((self.max_bs, self._width, size), dtype=dtype)
@@ -98,7 +95,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
 
     @property
     def _window_backend(self):
-        return self._draft.draft_runner.attn_backend
+        return self._passes.runner.attn_backend
 
     def capture_one_shape(self, size: int, forward, *_, **__) -> None:
         first, rest = self._batches[size] = self._make_batches(size)
@@ -126,14 +123,14 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             window = self._window(size)
             rows, seq_lens = buffers.req_pool_indices[:size], buffers.seq_lens[:size]
             noise = RequestNoise(self._seeds[:size], self._scales[:size])
-            places = self._draft.locate(window, seq_lens, rows, depth)
-            match = self._draft.find_match(rows, depth)
+            places = self._passes.locate(window, seq_lens, rows, depth)
+            match = self._passes.find_match(rows, depth)
             # Each pass replaces the states that the others read.
             first.spec_info.hidden_states = (
                 None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
             )
-            proposal = self._draft.run(first, rest, window, places, noise, match, depth, self._forward)
-            columns = proposal.tokens, proposal.scores, proposal.probs, proposal.evidence
+            proposal = self._passes.run(first, rest, window, places, noise, match, depth, self._forward)
+            columns = proposal.tokens, proposal.survival, proposal.probs, proposal.evidence
             return (*(column for column in columns if column is not None), *(proposal.shape or ()))
 
         return run_once
@@ -141,11 +138,11 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
     def _forward(self, forward_batch: ForwardBatch, backend):
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
             backend.init_forward_metadata_in_graph(forward_batch)
-        return self._draft.forward_model(forward_batch, backend)
+        return self._passes.forward(forward_batch, backend)
 
     def _window(self, size: int) -> Window:
         states = self._hidden_states
-        counts = None if self._draft.has_full_windows else self._counts[:size]
+        counts = None if self._spec.has_full_windows else self._counts[:size]
         return Window(self._tokens[:size], counts, None if states is None else states[:size])
 
     def _make_batches(self, size: int) -> tuple[ForwardBatch, ForwardBatch]:
@@ -159,7 +156,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             "seq_lens_sum": int(self._draft_lens_cpu[:size].sum()),
             "return_logprob": False,
             "spec_algorithm": self.model_runner.spec_algorithm,
-            "capture_hidden_mode": self._draft.hidden_mode,
+            "capture_hidden_mode": self._spec.hidden_mode,
         }
         positions = torch.zeros(width * size, dtype=torch.int64, device=device)
         first = ForwardBatch(
@@ -181,7 +178,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             spec_info=EagleDraftInput(
                 num_tokens_per_req=branches,
                 num_tokens_for_logprob_per_req=branches,
-                capture_hidden_mode=self._draft.hidden_mode,
+                capture_hidden_mode=self._spec.hidden_mode,
             ),
             **shared,
         )
@@ -222,7 +219,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         size = self._pad_to_bucket(batch_size, self.capture_bs)
         if size != batch_size:
             self._fill(size, batch_size)
-        extra = 1 - self._draft.shift
+        extra = 1 - self._spec.shift
         self._tokens[:batch_size] = window.tokens
         self._counts[:batch_size] = window.counts
         if self._hidden_states is not None:
@@ -245,18 +242,18 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         self._plan(first, rest if depth > 1 else None)
         outputs = self._replay_graph(self._key(size, depth), rest)
         outputs = [output[:batch_size].clone() for output in outputs]
-        num_columns = 3 if self._draft.texts is None else 4
+        num_columns = 3 if self._passes.texts is None else 4
         columns, shape = outputs[:num_columns], outputs[num_columns:]
-        tokens, scores, probs, evidence = *columns, *[None] * (4 - num_columns)
-        return Proposal(tokens, scores, TreeShape(*shape) if shape else None, probs, evidence)
+        tokens, survival, probs, evidence = *columns, *[None] * (4 - num_columns)
+        return Proposal(tokens, survival, TreeShape(*shape) if shape else None, probs, evidence)
 
     def _fill(self, size: int, start: int) -> None:
         """Let the slots from `start` on be harmless: request row 0, whose KV slots are all the padding slot 0."""
         self._tokens[start:size] = 0
         self._counts[start:size] = 1
         self.buffers.seq_lens[start:size] = self._width
-        self._draft_lens[start:size] = self._width + 1 - self._draft.shift
-        self._draft_lens_cpu[start:size] = self._width + 1 - self._draft.shift
+        self._draft_lens[start:size] = self._width + 1 - self._spec.shift
+        self._draft_lens_cpu[start:size] = self._width + 1 - self._spec.shift
         self.buffers.req_pool_indices[start:size] = 0
         self._scales[start:size] = 0
         if self._hidden_states is not None:

@@ -187,7 +187,7 @@ def _target_pass(
     requests = _count_requests(runner, rows)
     batch = _made_up_batch(runner, requests, context_tokens)
     device = batch.seq_lens.device
-    hidden_mode = CaptureHiddenMode.NULL if draft is None else draft.target_hidden_mode
+    hidden_mode = CaptureHiddenMode.NULL if draft is None else draft.spec.target_hidden_mode
     drafts = torch.full((requests,), (rows - requests) // requests, dtype=torch.int32, device=device)
     drafts[: (rows - requests) % requests] += 1
     width = max(num_draft_tokens, int(drafts.max()) + 1)
@@ -210,15 +210,13 @@ def _target_pass(
 
 
 def _drafting(draft, batch_size: int, depth: int, context_tokens: int) -> Callable[[], None]:
-    batch = _made_up_batch(draft.draft_runner, batch_size, context_tokens)
+    batch = _made_up_batch(draft.runner, batch_size, context_tokens)
     device = batch.seq_lens.device
-    tokens = torch.zeros((batch_size, draft.window_width), dtype=torch.int64, device=device)
+    width = draft.spec.window_width
+    tokens = torch.zeros((batch_size, width), dtype=torch.int64, device=device)
     states = None
-    if draft.reads_hidden_states:
-        size = draft.target_state_size
-        states = torch.zeros(
-            (batch_size, draft.window_width, size), dtype=draft.draft_runner.dtype, device=device
-        )
+    if draft.state_size is not None:
+        states = torch.zeros((batch_size, width, draft.state_size), dtype=draft.runner.dtype, device=device)
     draft_input = make_draft_input(Window(tokens, hidden_states=states), tokens[:, -1])
 
     def run() -> None:
@@ -264,7 +262,7 @@ def _powers_of_two(largest: int) -> list[int]:
 
 
 def _cache_path(target_worker, draft, num_draft_tokens: int, ranks: Ranks) -> Path:
-    runners = [target_worker.model_runner] + ([] if draft is None else [draft.draft_runner])
+    runners = [target_worker.model_runner] + ([] if draft is None else [draft.runner])
     described = [
         __version__,
         torch.__version__,
@@ -273,7 +271,7 @@ def _cache_path(target_worker, draft, num_draft_tokens: int, ranks: Ranks) -> Pa
             for r in runners
         ],
         (runners[0].server_args.attention_backend, num_draft_tokens, runners[0].req_to_token_pool.size),
-        (0, 0) if draft is None else (draft.topk, draft.window_width),
+        (0, 0) if draft is None else (draft.spec.topk, draft.spec.window_width),
         torch.cuda.get_device_name()
         if runners[0].device == "cuda"
         else (platform.processor(), torch.get_num_threads()),

@@ -20,7 +20,7 @@ from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.planning.clock import StepClock
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.reports.metrics import StepMetrics
-from tetris_sglang.selection import survival_from_probs
+from tetris_sglang.runtime.requests.weights import Wishes
 from tetris_sglang.texts import min_passes
 
 _MAX_STEPS_IN_FLIGHT = 8
@@ -58,13 +58,14 @@ class StepPlanner:
         # SGLang's results come in the order of the steps, plain ones (None) included.
         self._unconfirmed: deque[_DraftedStep | None] = deque(maxlen=_MAX_STEPS_IN_FLIGHT)
 
-    def plan(self, batch, num_speculating: int) -> StepPlan:
+    def plan(self, batch, wishes: Wishes | None = None) -> StepPlan:
         """Plan a decoding step of `batch`, a ScheduleBatch.
 
         Args:
-            num_speculating: requests that may be given drafts; the others leave them their share.
+            wishes: of its requests; those that want no drafts leave the others their share.
         """
         batch_size = len(batch.reqs)
+        num_speculating = batch_size if wishes is None else wishes.num_speculating
         if self._auto is None:
             return self._limit(self.policy.choose(batch_size, self._limits), num_speculating)
         for step in self._clock.begin():
@@ -88,19 +89,22 @@ class StepPlanner:
         return StepPlan(plan.depth, min(plan.capacity_tokens, most)) if most else StepPlan(0, 0)
 
     def after_draft(
-        self, proposal: Proposal, plan: StepPlan, weights: Tensor | None = None, mean_weight: float = 1.0
+        self,
+        proposal: Proposal,
+        plan: StepPlan,
+        weights: Tensor | None = None,
+        wishes: Wishes | None = None,
     ) -> None:
         """Look at what a step drafted; later steps are planned from it.
 
         Args:
-            weights: [batch] float32, what a token of each request counts; None: as much as any. 0: selection cannot take it.
-            mean_weight: what counts as much as one token.
+            weights: [batch] float32, of `RequestWeights.compose`; None: every token counts as much as any.
+            wishes: that are in the weights: their mean counts as much as one token.
         """
         if self._auto is None:
             return
-        survival = proposal.scores
+        survival = proposal.survival
         if proposal.shape is None:
-            survival = survival_from_probs(survival)
             depths = torch.arange(1, survival.shape[1] + 1, device=survival.device)
             if num_extension := self._limits.num_extension:
                 depths = min_passes(proposal.evidence, num_extension)
@@ -108,7 +112,7 @@ class StepPlanner:
             depths = proposal.shape.depths[:, 1:]
         if weights is not None:
             # A row more is worth what it counts. `AcceptCurves.confirm` holds the sum against what is accepted.
-            survival = survival * (weights if mean_weight == 1 else weights / mean_weight)[:, None]
+            survival = survival * (weights if wishes is None else weights / wishes.mean_weight)[:, None]
         curves = HostCopy(measure_curves(survival, depths, plan.depth, self._shares))
         step = _DraftedStep(curves, plan.depth, len(proposal.tokens), plan.capacity_tokens)
         self._unread.append(step)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 
 from sglang.srt.runtime_context import get_observability
+from torch import Tensor
 
 from tetris_sglang.config import is_tetris
+from tetris_sglang.observers import StepRecord
 
 
 class StepMetrics:
-    """Host-side counters of one scheduler process; no device sync.
+    """An `Observer`: host-side counters of one scheduler process; no device sync.
 
     drafted: tokens proposed by the draft. selected: those verified. accepted: those kept. Bonus tokens count nowhere.
 
@@ -28,9 +30,13 @@ class StepMetrics:
         self.verified_rows = 0
         self.plain_steps = 0
 
-    def count_step(
-        self, *, batch_size: int, depth: int, drafted: int, selected: int, verified_rows: int
-    ) -> None:
+    def begin(self, batch, next_token_ids: Tensor) -> None:
+        """A prefill counts for nothing."""
+
+    def observe(self, record: StepRecord) -> None:
+        (depth, selected), batch_size = record.plan, len(record.batch.reqs)
+        drafted = 0 if record.proposal is None else record.proposal.tokens.numel()
+        verified_rows = len(record.packed.input_ids)
         self.num_steps += 1
         self.plain_steps += selected == 0
         self.num_requests += batch_size
@@ -94,12 +100,9 @@ class StepMetrics:
 
 def add_internal_state(_result, controller, state: dict) -> None:
     """AFTER hook of SGLang's internal-state readback: adds a `tetris` section to /server_info."""
-    worker = controller.scheduler.draft_worker
-    if hasattr(worker, "phases") and hasattr(worker, "metrics"):
-        parts = (worker.metrics, worker.planner, worker.learner, worker.phases)
-        state["tetris"] = {
-            name: value for part in parts if part is not None for name, value in part.summarise().items()
-        }
+    reports = getattr(controller.scheduler.draft_worker, "tetris_reports", ())
+    if reports:
+        state["tetris"] = {name: value for part in reports for name, value in part.summarise().items()}
 
 
 def add_request_meta_info(_result, manager, meta_info: dict, recv_obj, i: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import IO, NamedTuple
 
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from tetris_sglang import __version__
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import Grid, Proposal, tree_survival
+from tetris_sglang.drafting import tree_survival
 from tetris_sglang.estimates.estimator import judge_nodes
-from tetris_sglang.packing import AcceptedTokens
+from tetris_sglang.observers import StepRecord
 from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.requests.values import RequestValues
 from tetris_sglang.selection import survival_from_probs
@@ -43,7 +42,7 @@ class _Rows(NamedTuple):
 
 
 class StepRecorder:
-    """Writes a trace (tetris_sglang/trace.py). Never waits for the device: rows are written once they have come in.
+    """An `Observer` that writes a trace (tetris_sglang/trace.py): rows, once they have come in.
 
     Args:
         config: says where to, and how the server speculates.
@@ -83,54 +82,34 @@ class StepRecorder:
         self._numbers = RequestValues(lambda req: next(numbers), num_slots, device)
         self._pending: deque[tuple[int, int, HostCopy]] = deque()
 
-    def add_prefilled(self, reqs: Sequence, slots: Tensor) -> None:
-        """Number SGLang's `Req`s; the same one may come again.
+    def begin(self, batch, next_token_ids: Tensor) -> None:
+        """Number the requests."""
+        self._numbers.add_prefilled(batch.reqs, batch.req_pool_indices)
 
-        Args:
-            slots: [batch] integers, where each of them runs.
-        """
-        self._numbers.add_prefilled(reqs, slots)
-
-    def add(
-        self,
-        proposal: Proposal | None,
-        grid: Grid,
-        accepted: AcceptedTokens,
-        verify_lens: Tensor,
-        slots: Tensor,
-        depth: int,
-    ) -> None:
-        """Take in one step; None where it drafted nothing.
-
-        Args:
-            depth: passes of the draft.
-            verify_lens: [batch], selected drafts and the root.
-            slots: [batch] integers, where each request runs.
-        Sync: none.
-        """
-        step = self._num_steps
+    def observe(self, record: StepRecord) -> None:
+        """Take in one step. Sync: none."""
+        step, proposal = self._num_steps, record.proposal
         self._num_steps += 1
         if proposal is None or self._file is None:
             return
         if proposal.shape is None:
-            raw, survival = survival_from_probs(proposal.probs), survival_from_probs(proposal.scores)
+            raw = survival_from_probs(proposal.probs)
         else:
-            raw = tree_survival(proposal.probs, proposal.shape.parents, grid.max_depth)
-            survival = proposal.scores
-        judged = judge_nodes(proposal, grid, accepted, verify_lens)
+            raw = tree_survival(proposal.probs, proposal.shape.parents, record.grid.max_depth)
+        judged = judge_nodes(record)
         passes = judged.depths
         if self._num_extension:
             passes = min_passes(proposal.evidence, self._num_extension)
         rows = _Rows(
-            self._numbers.at(slots),
-            verify_lens - 1,
+            self._numbers.at(record.batch.req_pool_indices),
+            record.packed.verify_lens - 1,
             raw.half(),
-            survival.half(),
+            proposal.survival.half(),
             judged.depths.to(torch.uint8),
             passes.to(torch.uint8),
             judged.accepted,
         )
-        self._pending.append((step, depth, HostCopy(*rows)))
+        self._pending.append((step, record.plan.depth, HostCopy(*rows)))
 
     def write(self) -> None:
         """Write the steps that have come in, all the way to the file: whoever kills the server loses none of them."""

@@ -6,15 +6,9 @@ The fields travel in SGLang's own `custom_params`, under the key `tetris`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
-
-import torch
-from torch import Tensor
-
-from tetris_sglang.runtime.host_copy import send
+from typing import Any
 
 LARGEST_WEIGHT = 64.0
 SMALLEST_WEIGHT = 1 / LARGEST_WEIGHT
@@ -36,17 +30,6 @@ class RequestOptions:
 DEFAULT = RequestOptions()
 _FIELDS = tuple(RequestOptions.__dataclass_fields__)
 _KNOWN = f"Known: {', '.join(_FIELDS)}."
-
-
-class Adjustment(NamedTuple):
-    """How one step's selection differs from that of a batch without wishes."""
-
-    weights: Tensor
-    """[batch] float32 on the batch's device: 0 for a request that is to get no drafts, else its weight."""
-    num_speculating: int
-    """Requests with a weight above 0."""
-    mean_weight: float
-    """Of these; 1 where there are none."""
 
 
 def parse(custom_params: Mapping[str, Any] | None) -> RequestOptions:
@@ -81,48 +64,6 @@ def parse(custom_params: Mapping[str, Any] | None) -> RequestOptions:
             hint = f"Did you mean {close[0]}? " if close else ""
             raise _refusal(f".{_KEY}.{name}", value, f"no such field. {hint}{_KNOWN}")
     return RequestOptions(_parse_speculate(fields.get("speculate")), _parse_weight(fields.get("weight")))
-
-
-class RequestWeights:
-    """Knows the running requests with wishes, so that steps without one cost nothing.
-
-    Args:
-        device: where selection runs.
-    """
-
-    def __init__(self, device: str | torch.device) -> None:
-        self._device = torch.device(device)
-        # By request, not by its slot, which the next request takes over; a request that is gone leaves by itself.
-        self._special: WeakKeyDictionary[Any, RequestOptions] = WeakKeyDictionary()
-
-    def add_prefilled(self, reqs: Iterable) -> None:
-        """Take note of the wishes of SGLang's `Req`s, validated before; the same request may come again."""
-        for req in reqs:
-            custom_params = req.sampling_params.custom_params
-            if custom_params and (options := parse(custom_params)) != DEFAULT:
-                self._special[req] = options
-
-    def adjust(self, reqs: Sequence) -> Adjustment | None:
-        """The adjustment for a decode step of these requests, in their order; None: nobody has a wish.
-
-        Sync: none. Looks at the requests one by one only while one with a wish is running.
-        """
-        if not self._special:
-            return None
-        options = [self._special.get(req, DEFAULT) for req in reqs]
-        if all(option is DEFAULT for option in options):
-            return None
-        weights = [float(option.weight) if option.speculate else 0.0 for option in options]
-        num_speculating = sum(option.speculate for option in options)
-        mean_weight = sum(weights) / num_speculating if num_speculating else 1.0
-        return Adjustment(send(weights, self._device), num_speculating, mean_weight)
-
-
-def combine_weights(pace_weights: Tensor | None, adjustment: Adjustment | None) -> Tensor | None:
-    """The requests' weights in the selection [batch] float32; None: all alike."""
-    if adjustment is None:
-        return pace_weights
-    return adjustment.weights if pace_weights is None else pace_weights * adjustment.weights
 
 
 def _parse_speculate(value: Any) -> bool:

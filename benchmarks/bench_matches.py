@@ -33,9 +33,8 @@ from timing import (
 )
 
 from tetris_sglang.drafting import ChainGrower, Proposal
-from tetris_sglang.estimates import Calibration, EvidenceOffsets
-from tetris_sglang.estimates.estimator import EvidenceCalibration
-from tetris_sglang.texts import INITIAL_OFFSETS, Match, RecentTexts
+from tetris_sglang.estimates.estimator import AcceptanceEstimator
+from tetris_sglang.texts import Match, RecentTexts
 
 BATCHES = [1, 16, 64, 256]
 PARTS = ["write", "lookup", "drafts_with", "drafts", "learn"]
@@ -43,7 +42,7 @@ VOCABULARY = 2000
 
 
 def main(
-    out: Out = RESULTS / "match.json",
+    out: Out = RESULTS / "matches.json",
     step_ms: StepMs = None,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
     context: Annotated[int, typer.Option(min=16, help="tokens of each text")] = 512,
@@ -79,8 +78,7 @@ def measure(
     counts = torch.randint(1, depth + 2, (batch,), generator=generator).to(device)
     tokens = torch.randint(VOCABULARY, (batch, depth), generator=generator).to(device)
     probs = torch.rand(batch, depth, generator=generator).to(device)
-    offsets = EvidenceOffsets(INITIAL_OFFSETS, device)
-    calibrate = EvidenceCalibration(Calibration(depth, device), offsets)
+    calibrate = AcceptanceEstimator(depth, device)
 
     def grow(match: Match | None) -> Proposal:
         grower = ChainGrower(tokens[:, :1], probs[:, :1], calibrate, match)
@@ -95,7 +93,7 @@ def measure(
         "lookup": lambda: recent.find(rows, depth),
         "drafts_with": lambda: grow(match),
         "drafts": lambda: grow(None),
-        "learn": lambda: offsets.observe(evidence, probs, reached, accepted),
+        "learn": lambda: calibrate.evidence.observe(evidence, probs, reached, accepted),
     }
     elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     steps_us = [

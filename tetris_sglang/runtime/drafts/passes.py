@@ -1,0 +1,262 @@
+"""The passes of a draft model: one over each request's window, the others over one token per request and branch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.runtime_context import get_model
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from torch import Tensor
+
+from tetris_sglang.acceptance import RequestNoise
+from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower
+from tetris_sglang.runtime.drafts.spec import DraftSpec
+from tetris_sglang.runtime.drafts.windows import Window, make_window_input
+from tetris_sglang.runtime.kv_moves import move_kv
+from tetris_sglang.runtime.texts import RequestTexts
+from tetris_sglang.texts import Calibrate, Match
+
+
+class Places(NamedTuple):
+    """Where the passes of a step write, per request."""
+
+    window_positions: Tensor
+    """[batch, width] int64."""
+    window_slots: Tensor
+    """[batch, width] int64; the padding slot 0 for what is not real."""
+    branch_positions: Tensor
+    """[batch] int64, the position after the window's."""
+    branch_slots: Tensor
+    """[batch, branches, depth - 1] int64."""
+
+
+class DraftPasses:
+    """Plans and runs a draft model's passes.
+
+    Args:
+        worker: SGLang's draft worker.
+        estimate: what the draft's probabilities are worth.
+        perturb: as acceptance.noise.perturb, for the device.
+        texts: where matches are looked up; None: drafts are scored without.
+    """
+
+    def __init__(
+        self,
+        worker,
+        spec: DraftSpec,
+        estimate: Calibrate,
+        perturb: Callable[..., Tensor],
+        texts: RequestTexts | None,
+    ) -> None:
+        self.worker, self.spec, self.texts = worker, spec, texts
+        self.runner = worker.draft_runner
+        self._estimate, self._perturb = estimate, perturb
+
+    def locate(self, window: Window, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
+        """Where the passes of a step write; see `Places`. Shapes depend on the arguments' shapes alone."""
+        counts, device = window.counts, seq_lens.device
+        width = window.tokens.shape[1]
+        table = self.runner.req_to_token_pool.req_to_token
+        end = seq_lens + 1 - self.spec.shift
+        offsets = torch.arange(width, device=device) - width
+        positions = (end[:, None] + offsets).clamp_(min=0)
+        rows = req_pool_indices[:, None]
+        slots = table[rows, positions].to(torch.int64)
+        if counts is not None:
+            slots = torch.where(offsets >= -counts[:, None], slots, 0)
+        # Branch b lies b * num_steps further on, as upstream's draft attention backends expect.
+        branch = torch.arange(self.spec.topk, device=device) * self.spec.num_steps
+        step = torch.arange(depth - 1, device=device)
+        columns = end[:, None] + (branch[:, None] + step).flatten()
+        branch_slots = table[rows, columns].to(torch.int64).unflatten(1, (self.spec.topk, depth - 1))
+        return Places(positions, slots, end, branch_slots)
+
+    def find_match(self, rows: Tensor, depth: int) -> Match | None:
+        """Of the requests in these slots [batch], as deep as `depth` passes draft; see `RecentTexts.find`."""
+        return None if self.texts is None else self.texts.recent.find(rows, depth + self.spec.num_extension)
+
+    def run(
+        self,
+        first: ForwardBatch,
+        rest: ForwardBatch | None,
+        window: Window,
+        places: Places,
+        noise: RequestNoise | None,
+        match: Match | None,
+        depth: int,
+        forward: Callable,
+    ) -> Proposal:
+        """The passes of one step over planned batches; the same code eagerly and while a graph is captured.
+
+        Args:
+            first: for the window's pass; rest: for the others.
+            noise: [batch], of the target's draws; None: all requests are greedy.
+            forward: (forward_batch, attention backend) -> LogitsProcessorOutput of one row per request (and branch).
+        """
+        branches = self.spec.topk
+        first.input_ids = window.tokens.reshape(-1)
+        first.positions = places.window_positions.reshape(-1)
+        first.out_cache_loc = places.window_slots.reshape(-1)
+        output = forward(first, self.runner.attn_backend)
+        # Drawn with after the token before.
+        positions = places.branch_positions + (self.spec.shift - 1)
+        tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
+        grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, self._estimate, match)
+        states = output.hidden_states
+        if states is not None:
+            states = states[:, None].expand(-1, branches, -1)
+        noise = None if noise is None else noise.repeat(branches)
+        positions = positions.repeat_interleave(branches)
+        step_slots = places.branch_slots.permute(2, 0, 1).contiguous()
+        backends: Sequence = self.worker.draft_attn_backend.attn_backends if depth > 1 else ()
+        for step, backend in zip(range(depth - 1), backends, strict=False):
+            if grower.frontier_rows is not None:
+                self._inherit(places.branch_slots[:, :, :step], grower.frontier_rows)
+                if states is not None:
+                    states = states.gather(1, grower.frontier_rows[:, :, None].expand_as(states))
+            rest.input_ids = grower.frontier_tokens.reshape(-1)
+            rest.positions = (places.branch_positions + step).repeat_interleave(branches)
+            rest.out_cache_loc = step_slots[step].reshape(-1)
+            if states is not None:
+                rest.spec_info.hidden_states = states.flatten(0, 1)
+            output = forward(rest, backend)
+            positions = positions + 1
+            tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
+            grower.grow(tokens.unflatten(0, (-1, branches)), probs.unflatten(0, (-1, branches)))
+            if states is not None:
+                states = output.hidden_states.unflatten(0, (-1, branches))
+        return grower.finish(self.spec.count_nodes(depth))
+
+    def _inherit(self, branch_slots: Tensor, parent_rows: Tensor) -> None:
+        """Give every branch the KV of the branch that it now continues.
+
+        Args:
+            branch_slots: [batch, branches, written]. parent_rows: [batch, branches].
+        """
+        source = branch_slots.gather(1, parent_rows[:, :, None].expand_as(branch_slots))
+        move_kv(self.runner.token_to_kv_pool, branch_slots.flatten(1), source.flatten(1))
+
+    def _most_likely(
+        self, logits: Tensor, noise: RequestNoise | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The `topk` tokens of each row that the target most likely draws, in its vocabulary; see `most_likely`.
+
+        Args:
+            noise, positions: [rows], of the target's draws.
+        """
+        if noise is not None:
+            logits = self._perturb(logits, noise, positions, self.worker.hot_token_id)
+        tokens, probs = most_likely(logits, self.spec.topk)
+        return tokens if self.worker.hot_token_id is None else self.worker.hot_token_id[tokens], probs
+
+    def forward(self, forward_batch: ForwardBatch, backend):
+        """One pass over a planned batch.
+
+        Without `ModelRunner.forward` around it: copying the batch into static buffers and choosing a runner cost as much as
+        the products of a small draft's pass (docs/experiments.md).
+        """
+        model = self.runner.model
+        with (
+            get_model().override(shared_experts=model.shared_experts_config),
+            forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch),
+        ):
+            return model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
+
+    def plan_window(
+        self,
+        batch,
+        window: Window,
+        positions: Tensor,
+        slots: Tensor,
+        ends: Tensor,
+        ends_cpu: Tensor | None,
+    ) -> ForwardBatch:
+        """Plan a pass over `window` at `positions` [batch, width], which writes to `slots` [batch, width].
+
+        Args:
+            ends: [batch], the draft's KV lengths after the pass, and the same on the host if it knows them.
+        """
+        batch_size, width = window.tokens.shape
+        batch.input_ids = window.tokens.reshape(-1)
+        batch.out_cache_loc = slots.reshape(-1)
+        batch.forward_mode = ForwardMode.DRAFT_EXTEND_V2
+        batch.extend_num_tokens = width * batch_size
+        # SGLang takes extend lengths as two tensors or as two host lists; tensors need no host copy.
+        batch.extend_lens = torch.full((batch_size,), width, dtype=torch.int32, device=window.tokens.device)
+        # Below zero where a request is shorter than its window: FlashInfer takes queries for lengths less prefixes.
+        batch.prefix_lens = (ends - width).to(torch.int32)
+        batch.spec_info = make_window_input(window, positions.reshape(-1))
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.runner,
+            capture_hidden_mode=self.spec.hidden_mode,
+            return_hidden_states_before_norm=False,
+        )
+        forward_batch.return_logprob = False
+        forward_batch.extend_seq_lens_cpu = [width] * batch_size
+        _set_lengths(forward_batch, ends, ends_cpu)
+        if ends_cpu is not None:
+            # Below zero where a request is shorter than its window: the first rows are not real and see nothing.
+            forward_batch.extend_prefix_lens_cpu = (forward_batch.seq_lens_cpu - width).tolist()
+        self.runner.attn_backend.init_forward_metadata(forward_batch)
+        forward_batch.mark_forward_metadata_ready()
+        return forward_batch
+
+    def plan_branches(self, batch, places: Places, ends: Tensor, ends_cpu: Tensor | None) -> ForwardBatch:
+        """Plan the attention of all further passes at once, as SGLang's multi-step draft backends do.
+
+        Args:
+            ends: as in `plan_window`.
+        """
+        branches = self.spec.topk
+        batch.forward_mode = ForwardMode.DECODE
+        batch.input_ids = None
+        batch.out_cache_loc = places.branch_slots.reshape(-1)
+        batch.spec_info = EagleDraftInput(
+            num_tokens_per_req=branches,
+            num_tokens_for_logprob_per_req=branches,
+            capture_hidden_mode=self.spec.hidden_mode,
+        )
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.runner,
+            capture_hidden_mode=self.spec.hidden_mode,
+            return_hidden_states_before_norm=False,
+        )
+        forward_batch.return_logprob = False
+        _set_lengths(forward_batch, ends, ends_cpu)
+        # FlashInfer's planner reads the lengths from here.
+        forward_batch.positions = places.branch_positions.repeat_interleave(branches)
+        self.worker.draft_attn_backend.init_forward_metadata(forward_batch)
+        forward_batch.mark_forward_metadata_ready()
+        return forward_batch
+
+
+def _set_lengths(forward_batch: ForwardBatch, ends: Tensor, ends_cpu: Tensor | None) -> None:
+    """The KV lengths of a pass."""
+    forward_batch.seq_lens = ends
+    if ends_cpu is not None:
+        forward_batch.seq_lens_cpu = ends_cpu
+        forward_batch.seq_lens_sum = int(ends_cpu.sum())
+
+
+def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The tokens of the largest logits of each row, and by how much: their softmax.
+
+    Of a greedy request's logits that is the draft's probability. Where noise is added, it says how far ahead of the others
+    a token is in the race that the target runs, too (acceptance/noise.py).
+
+    Args:
+        logits: [rows, vocab].
+    Returns:
+        tokens [rows, count] int64, probs [rows, count] float32.
+    """
+    if count == 1:
+        top, tokens = logits.max(dim=-1, keepdim=True)
+        return tokens, (logits - top).float().exp_().sum(dim=-1, keepdim=True).reciprocal_()
+    top, tokens = logits.topk(count, dim=-1)
+    return tokens, (top.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp_()

@@ -1,0 +1,63 @@
+"""What follows from the flags and the kind of a draft model: how wide its windows are, how many tokens it drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+from tetris_sglang.drafting import count_nodes
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """A draft model's settings.
+
+    num_steps, topk, num_draft_tokens: SGLang's flags; the last one counts the root.
+    reads_hidden_states: a head, which reads the target's state with each token.
+    """
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    reads_hidden_states: bool
+
+    @property
+    def shift(self) -> int:
+        """Positions by which the draft's KV entry of a token lies before the token's own: a head's entry p belongs to the
+        target's state at p and the token at p + 1."""
+        return int(self.reads_hidden_states)
+
+    @property
+    def num_extension(self) -> int:
+        """See `Draft.num_extension`."""
+        return self.num_draft_tokens - 1 - self.num_steps if self.topk == 1 else 0
+
+    @property
+    def leaves_kv(self) -> bool:
+        """Whether drafting leaves the KV of accepted tokens in place, but for the deepest one's and for extensions':
+        heads miss the target's states, trees the places."""
+        return self.topk == 1 and not self.reads_hidden_states
+
+    @property
+    def has_full_windows(self) -> bool:
+        """Whether every step's window is as wide as any."""
+        return self.leaves_kv and not self.num_extension
+
+    @property
+    def window_width(self) -> int:
+        return 1 + (1 if self.leaves_kv else self.num_steps) + self.num_extension
+
+    @property
+    def hidden_mode(self) -> CaptureHiddenMode:
+        """What the draft's own passes keep for the next ones."""
+        return CaptureHiddenMode.LAST if self.reads_hidden_states else CaptureHiddenMode.NULL
+
+    @property
+    def target_hidden_mode(self) -> CaptureHiddenMode:
+        """What the target's passes keep for the draft."""
+        return CaptureHiddenMode.FULL if self.reads_hidden_states else CaptureHiddenMode.NULL
+
+    def count_nodes(self, depth: int) -> int:
+        """Tokens that a request drafts with `depth` passes."""
+        return min(self.num_draft_tokens - 1, count_nodes(depth, self.topk) + self.num_extension)

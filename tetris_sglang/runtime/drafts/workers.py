@@ -1,0 +1,32 @@
+"""SGLang's draft workers, bare: they own the model, its KV pool (slots shared with the target) and its attention backends."""
+
+from __future__ import annotations
+
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
+
+
+class _BareWorker:
+    """Without what SGLang drafts with."""
+
+    def init_attention_backend(self) -> None:
+        super().init_attention_backend()
+        backend = self.draft_runner.attn_backend
+        if hasattr(backend, "use_paged"):
+            # FlashInfer would read a pass's own keys from its rows, those that are not real included, instead of the cache.
+            backend.use_paged = True
+
+    def _rebuild_topk1_chain_buffers(self) -> None:
+        """What SGLang builds its own chains from, and why it wants no more than num_steps + 1 tokens in one."""
+
+    def _capture_cuda_graphs(self) -> None:
+        """One graph for all passes of a step (runtime/cuda/draft_graph.py) takes the place of SGLang's two."""
+        self.cuda_graph_runner = self.cuda_graph_runner_for_draft_extend = None
+
+
+class StandaloneModelWorker(_BareWorker, StandaloneDraftWorker):
+    """A language model of its own."""
+
+
+class HeadWorker(_BareWorker, EagleDraftWorker):
+    """EAGLE, EAGLE3 and multi-token prediction: embedding (and output layer) of the target, and its hidden states."""

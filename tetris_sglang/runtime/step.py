@@ -1,0 +1,167 @@
+"""One decode step of TETRIS (arXiv:2502.15197): plan, draft, select, pack, verify, accept, observe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from torch import Tensor
+
+from tetris_sglang.capacity import StepPlan
+from tetris_sglang.drafting import Grid, Proposal, TreeShape, make_grid
+from tetris_sglang.observers import Observer, StepRecord
+from tetris_sglang.runtime.drafts.base import Draft
+from tetris_sglang.runtime.operations import Operations
+from tetris_sglang.runtime.planning.planner import StepPlanner
+from tetris_sglang.runtime.ranks import Ranks
+from tetris_sglang.runtime.reports.phases import PhaseTimer
+from tetris_sglang.runtime.requests.weights import RequestWeights, Wishes
+from tetris_sglang.runtime.texts import RequestTexts
+from tetris_sglang.runtime.verify import (
+    commit_paths,
+    compute_logprobs,
+    find_grid_slots,
+    forward_target,
+    graph_tier,
+    make_grammar_tree,
+    sample_target,
+)
+
+
+class StepRunner:
+    """Runs the decode steps of one scheduler process.
+
+    Args:
+        target_worker: SGLang's, of the target. width: columns of the grid, the root's included.
+        observers: learn from every step, in this order.
+    """
+
+    def __init__(
+        self,
+        target_worker,
+        width: int,
+        *,
+        planner: StepPlanner,
+        draft: Draft,
+        weights: RequestWeights,
+        operations: Operations,
+        texts: RequestTexts,
+        ranks: Ranks,
+        phases: PhaseTimer,
+        observers: Sequence[Observer],
+    ) -> None:
+        self._target_worker, self._width = target_worker, width
+        self._planner, self._draft, self._weights, self._operations = planner, draft, weights, operations
+        self._texts, self._ranks, self._phases, self._observers = texts, ranks, phases, observers
+
+    def run(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
+        """Emit one token or more for every request of a ScheduleBatch, in SGLang's forward isolation."""
+        phases, runner = self._phases, self._target_worker.model_runner
+        phases.begin_step()
+        draft_input, batch_size = batch.spec_info, len(batch.reqs)
+        wishes = self._weights.get_wishes(batch.reqs)
+        plan = self._planner.plan(batch, wishes)
+        max_depth = plan.depth + self._draft.num_extension if plan.capacity_tokens else 0
+        max_drafts = min(max_depth, plan.capacity_tokens)
+        num_tokens = batch_size + plan.capacity_tokens
+        tier = graph_tier(self._target_worker, batch_size, num_tokens)
+
+        with phases("draft"):
+            proposal = self._draft.propose(batch, plan.depth) if plan.capacity_tokens else None
+
+        with phases("select"):
+            grid = make_grid(draft_input.bonus_tokens, proposal, max_depth, self._width)
+            draft_lens = None if proposal is None else self._select(batch, proposal, plan, wishes)
+            draft_lens, grid = self._share(draft_lens, grid)
+            table, rows = batch.req_to_token_pool.req_to_token, batch.req_pool_indices
+            packed = self._operations.pack_grid(
+                draft_lens, grid, batch.seq_lens, table, rows, tier or num_tokens
+            )
+            slots = find_grid_slots(grid, batch)
+
+        # Copied to the host while the target's pass runs.
+        grammar_tree = make_grammar_tree(grid) if batch.has_grammar else None
+        with phases("verify"):
+            result = forward_target(
+                batch,
+                self._target_worker,
+                packed,
+                grid,
+                self._draft.target_hidden_mode,
+                max_drafts if tier is None else None,
+            )
+
+        with phases("sample"):
+            tokens, logprob_logits = sample_target(
+                batch,
+                runner.sampler,
+                result.logits_output,
+                grid,
+                packed,
+                num_tokens,
+                self._texts,
+                grammar_tree,
+                grammar_barrier,
+            )
+            (tokens,) = self._ranks.share([tokens])
+            accepted = self._operations.accept_grid(tokens, packed, grid, batch.seq_lens)
+            if slots is not None:
+                commit_paths(runner.token_to_kv_pool, slots, accepted.path, accepted.num_accepted)
+            if on_publish is not None:
+                # The next step waits for this, and for nothing that follows.
+                on_publish(accepted.new_seq_lens)
+            if logprob_logits is not None:
+                compute_logprobs(batch, result.logits_output, logprob_logits, accepted, packed, max_drafts)
+            hidden_states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
+            record = StepRecord(batch, plan, proposal, grid, packed, accepted, max_drafts)
+            for observer in self._observers:
+                observer.observe(record)
+            next_draft_input = self._draft.hand_over(record, draft_input, hidden_states)
+        phases.end_step()
+        return make_result(record, result, next_draft_input)
+
+    def _select(self, batch, proposal: Proposal, plan: StepPlan, wishes: Wishes | None) -> Tensor:
+        """Algorithm 1 over the survivals of the whole batch, each times what its request's tokens count.
+
+        Returns:
+            draft_lens [batch] int32, sum = capacity_tokens.
+        """
+        weights = self._weights.compose(batch.req_pool_indices, wishes)
+        self._planner.after_draft(proposal, plan, weights, wishes)
+        return self._operations.select_drafts(proposal.survival, plan.capacity_tokens, weights)
+
+    def _share(self, draft_lens: Tensor | None, grid: Grid) -> tuple[Tensor | None, Grid]:
+        """What all ranks verify: the first one's drafts."""
+        if draft_lens is None:
+            return None, grid
+        # The tokens first: kernels are compiled for aligned ones.
+        tokens, *shape, draft_lens = self._ranks.share([grid.tokens, *(grid.shape or ()), draft_lens])
+        return draft_lens, Grid(tokens, grid.max_depth, TreeShape(*shape) if shape else None)
+
+
+def make_result(record: StepRecord, result, next_draft_input) -> GenerationBatchResult:
+    """What SGLang wants to know of a step.
+
+    Args:
+        result: of the target's pass.
+    """
+    accepted, packed = record.accepted, record.packed
+    accept_lens = accepted.num_accepted + 1  # SGLang counts the bonus token in
+    num_drafted = 0 if record.proposal is None else record.proposal.tokens.shape[1]
+    return GenerationBatchResult(
+        logits_output=result.logits_output,
+        next_token_ids=accepted.target_tokens.reshape(-1),
+        # SGLang reads results in rows of a fixed width.
+        speculative_num_draft_tokens=accepted.target_tokens.shape[1],
+        next_draft_input=next_draft_input,
+        accept_lens=accept_lens,
+        cap_lens=packed.verify_lens,
+        # SGLang sums this per request, for DSPARK alone; here it carries the drafted tokens (runtime/reports/metrics.py).
+        block_accept_lens=torch.full_like(accept_lens, num_drafted),
+        new_seq_lens=accepted.new_seq_lens,
+        can_run_cuda_graph=result.can_run_cuda_graph,
+        routed_experts_output=result.routed_experts_output,
+        indexer_topk_output=result.indexer_topk_output,
+        extra_keep_alive_refs=result.extra_keep_alive_refs,
+    )
