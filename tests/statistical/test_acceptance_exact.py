@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from tetris_sglang.acceptance import RequestNoise, accept_chain, accept_tree, draw, perturb, sample_rows
+from tetris_sglang.acceptance import RequestNoise, accept_chain, accept_tree, draw, perturb
 from tetris_sglang.drafting import TreeGrower, make_grid
 from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
 
@@ -58,6 +58,12 @@ def draft_argmax(contexts, generator, positions):
         drafts.append(contexts)
         probs.append(best.values)
     return torch.stack(drafts, 1), torch.stack(probs, 1)
+
+
+def sample_rows(probs, uniforms):
+    """One token per row of probs [rows, vocab], by inverse CDF."""
+    cdf = probs.double().cumsum(dim=1)
+    return torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(1)
 
 
 def draft_sampled(contexts, generator, positions):

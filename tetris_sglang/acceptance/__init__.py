@@ -2,7 +2,6 @@
 
 from tetris_sglang.acceptance.chain import AcceptResult, accept_chain
 from tetris_sglang.acceptance.noise import RequestNoise, draw, perturb
-from tetris_sglang.acceptance.sampling import sample_rows
 from tetris_sglang.acceptance.tree import TreeAcceptResult, accept_tree
 
 __all__ = [
@@ -13,5 +12,4 @@ __all__ = [
     "accept_tree",
     "draw",
     "perturb",
-    "sample_rows",
 ]

@@ -1,0 +1,104 @@
+"""Imports run one way, and the rooms stay as small as they are meant to be."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "tetris_sglang"
+# Each may import those before it.
+LAYERS = (
+    "config cache compat trace selection acceptance capacity texts drafting packing observers estimates kernels "
+    "portable_cpu runtime plugin tools __main__"
+).split()
+ALONE = ("selection", "acceptance", "capacity", "portable_cpu", "config", "trace", "cache")
+"""Know nothing of the rest."""
+WITHOUT_SGLANG = (
+    "selection acceptance capacity texts drafting packing observers estimates kernels trace cache".split()
+)
+MAX_CLASS_LINES, MAX_FUNCTION_LINES = 250, 60
+LONGER_FUNCTIONS = {
+    # Their reasons stand beside them.
+}
+
+
+def name_module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+TREES = {name_module(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def list_imports(tree: ast.Module) -> set[str]:
+    """Modules, those that functions import late included."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in TREES else node.module for name in inner}
+    return found
+
+
+IMPORTS = {name: list_imports(tree) for name, tree in TREES.items()}
+
+
+def layer_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_those_below_it(layer):
+    below = LAYERS[: LAYERS.index(layer)] if layer not in ALONE else []
+    for module, imported in IMPORTS.items():
+        if layer_of(module) == layer:
+            ours = {layer_of(name) for name in imported if name.startswith("tetris_sglang")}
+            assert ours <= {"", layer, *below}, module
+
+
+def test_every_package_has_its_layer():
+    assert {layer_of(module) for module in TREES} == {"", *LAYERS}
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    graph = {name: {other for other in imported if other in TREES} - {name} for name, imported in IMPORTS.items()}
+    # A package stands for its modules only where it is imported itself.
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def test_what_is_pure_does_without_sglang():
+    for module, imported in IMPORTS.items():
+        if layer_of(module) in WITHOUT_SGLANG:
+            assert not {name for name in imported if name.split(".")[0] == "sglang"}, module
+
+
+def test_no_two_files_of_one_name_have_different_roles():
+    by_name = defaultdict(set)
+    for module in TREES:
+        by_name[module.rsplit(".", 1)[-1]].add(module)
+    shared = {name: modules for name, modules in by_name.items() if len(modules) > 1}
+    # A package's list of contacts with SGLang, its hooks, and kernels beside what they compute.
+    for name in ("inventory", "hooks", "attention", "noise", "texts", "planning", "command", "report", "models"):
+        shared.pop(name, None)
+    assert not shared
+
+
+def test_classes_and_functions_can_be_read_at_once():
+    too_long = []
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if ast.get_docstring(node, clean=False):
+                    docstring = node.body[0]
+                    lines -= docstring.end_lineno - docstring.lineno + 1
+                limit = MAX_CLASS_LINES if isinstance(node, ast.ClassDef) else MAX_FUNCTION_LINES
+                if lines > limit and node.name not in LONGER_FUNCTIONS:
+                    too_long.append(f"{module}.{node.name}: {lines} lines")
+    assert not too_long, "\n".join(too_long)
