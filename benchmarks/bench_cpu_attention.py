@@ -5,8 +5,8 @@
 
 Timed is one layer's attention over a planned pass (gather keys and values, attend, give back packed rows) and,
 apart, the plan, which all layers of a pass share. The references: one request after the other, as
-SGLang's `torch_native` does, and all requests padded to the longest. `--variants` also times ways to compute the same that were tried and not chosen.
-Outputs are compared first. Timed as timing.py says.
+SGLang's `torch_native` does, and all requests padded to the longest. `--variants` also times ways to compute the same that
+were tried and not chosen. Outputs are compared first. Timed as timing.py says.
 """
 
 import math
@@ -75,14 +75,10 @@ class Pass:
         )
         shape = CACHE_SLOTS, kv_heads, HEAD_DIM
         self.keys, self.values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-        self.table = torch.randint(
-            1, CACHE_SLOTS, (batch, self.max_kv), generator=generator, dtype=torch.int32
-        )
+        self.table = torch.randint(1, CACHE_SLOTS, (batch, self.max_kv), generator=generator, dtype=torch.int32)
         self.indices = torch.arange(batch)
         self.q = torch.randn(self.tokens, heads * HEAD_DIM, generator=generator).to(dtype)
-        self.layer = SimpleNamespace(
-            layer_id=0, tp_q_head_num=heads, tp_k_head_num=kv_heads, scaling=HEAD_DIM**-0.5
-        )
+        self.layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, tp_k_head_num=kv_heads, scaling=HEAD_DIM**-0.5)
         pool = SimpleNamespace(get_key_buffer=lambda _: self.keys, get_value_buffer=lambda _: self.values)
         self.backend = TorchRaggedBackend(
             SimpleNamespace(
@@ -104,9 +100,7 @@ class Pass:
         self.group_all = self.padded_alike.groups[0]
 
     def plan(self):
-        return self.backend.plan(
-            self.indices, self.kv_lens, self.q_lens, self.max_kv, self.max_q, self.tokens
-        )
+        return self.backend.plan(self.indices, self.kv_lens, self.q_lens, self.max_kv, self.max_q, self.tokens)
 
     def backend_layer(self):
         return self.backend.attend(self.q, self.layer, self.planned)
@@ -130,10 +124,7 @@ class Pass:
 
     def _gathered(self):
         shape = self.group_all.bs, self.group_all.kv, self.kv_heads, HEAD_DIM
-        return (
-            c.index_select(0, self.group_all.slots).view(shape).transpose(1, 2)
-            for c in (self.keys, self.values)
-        )
+        return (c.index_select(0, self.group_all.slots).view(shape).transpose(1, 2) for c in (self.keys, self.values))
 
     def _padded(self):
         plan = self.padded_alike
@@ -158,9 +149,7 @@ class Pass:
         slots = plan.slots.view(plan.bs, plan.kv)
         keys, values = (cache[slots].transpose(1, 2) for cache in (self.keys, self.values))
         q = self._folded(self._padded())
-        return self._unfolded(
-            F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.folded_bias(self.group))
-        )
+        return self._unfolded(F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.folded_bias(self.group)))
 
     def boolean_mask(self):
         keys, values = self._gathered()
@@ -172,9 +161,7 @@ class Pass:
         plan = self.group_all
         keys, values = self._gathered()
         q = self._padded().view(plan.bs, plan.q, self.heads, HEAD_DIM).transpose(1, 2)
-        return self._packed(
-            F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.bias, enable_gqa=self.group > 1)
-        )
+        return self._packed(F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.bias, enable_gqa=self.group > 1))
 
     def repeated_heads(self):
         plan = self.group_all
@@ -197,9 +184,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     heads: Annotated[str, typer.Option(help="query/key-value heads, comma-separated")] = "8/2,12/4,4/4",
     batches: Annotated[str, typer.Option(help="requests in a pass")] = "1,4,16",
-    kv_lens: Annotated[
-        str, typer.Option(help="longest cache; requests lie between half of it and all")
-    ] = "50,300,700",
+    kv_lens: Annotated[str, typer.Option(help="longest cache; requests lie between half of it and all")] = "50,300,700",
     variants: Annotated[bool, typer.Option(help="also time the ways that lost")] = False,
     rounds: Rounds = 9,
     round_ms: RoundMs = 3.0,
@@ -231,9 +216,7 @@ def main(
 
 def measure(work: Pass, candidates: tuple[str, ...], rounds: int, round_ms: float) -> dict:
     """{candidate: backend's time over its} and the plan's time over a layer's, each over the rounds."""
-    calls: dict[str, Callable] = {
-        name: getattr(work, name) for name in ("backend_layer", "plan", *candidates)
-    }
+    calls: dict[str, Callable] = {name: getattr(work, name) for name in ("backend_layer", "plan", *candidates)}
     expected = work.backend_layer()
     for name in candidates:
         tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2

@@ -43,9 +43,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=3, help="timing rounds per cell")] = 15,
     calls: Annotated[int, typer.Option(min=1, help="calls per round and way")] = 20,
     batches: Annotated[str, typer.Option(help="comma-separated")] = ",".join(map(str, BATCHES)),
-    depths: Annotated[str, typer.Option(help="tokens drafted per request, comma-separated")] = ",".join(
-        map(str, DEPTHS)
-    ),
+    depths: Annotated[str, typer.Option(help="tokens drafted per request, comma-separated")] = ",".join(map(str, DEPTHS)),
     seed: int = 0,
 ) -> None:
     """Time the kernels for batch 1..4096 and depth 2..16."""
@@ -85,9 +83,7 @@ def why_not() -> str | None:
     return None
 
 
-def make_operations(
-    batch: int, depth: int, tokens_per_request: float, seed: int
-) -> dict[str, dict[str, Way]]:
+def make_operations(batch: int, depth: int, tokens_per_request: float, seed: int) -> dict[str, dict[str, Way]]:
     """The ways to do each operation; those that compute are checked against each other first."""
     generator = torch.Generator().manual_seed(seed)
     host_probs = 0.3 + 0.7 * torch.rand(batch, depth, generator=generator)
@@ -146,7 +142,7 @@ def time_ways(ways: dict[str, Way], rounds: int, calls: int) -> dict[str, object
             repeat(way)()
         runs[name, "graph"], runs[name, "eager"] = graph.replay, repeat(way)
     elapsed_us: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for key, run in runs.items():
+    for run in runs.values():
         time_us(run)  # warms up
     for _ in range(rounds):
         for key, run in runs.items():
@@ -155,9 +151,7 @@ def time_ways(ways: dict[str, Way], rounds: int, calls: int) -> dict[str, object
     def ratio(mine: str, theirs: str) -> dict[str, float]:
         return summarise_ratio(elapsed_us[mine, "graph"], elapsed_us[theirs, "graph"])
 
-    figures: dict[str, object] = {
-        f"{name}_{mode}_us": summarise(samples) for (name, mode), samples in elapsed_us.items()
-    }
+    figures: dict[str, object] = {f"{name}_{mode}_us": summarise(samples) for (name, mode), samples in elapsed_us.items()}
     return figures | {
         "torch_over_triton": ratio("torch", "triton"),
         "triton_over_copy": ratio("triton", "copy"),

@@ -64,9 +64,7 @@ def main(
     write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
 
 
-def measure(
-    batch: int, depth: int, context: int, rounds: int, round_ms: float, device: str, seed: int
-) -> dict:
+def measure(batch: int, depth: int, context: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
     generator = torch.Generator().manual_seed(seed)
     history = torch.randint(VOCABULARY, (batch, context), generator=generator, dtype=torch.int32).to(device)
     rows, lens = torch.arange(batch, device=device), torch.full((batch,), context, device=device)
@@ -98,9 +96,7 @@ def measure(
     elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     steps_us = [
         write + lookup + (drafts_with - drafts) + learn
-        for write, lookup, drafts_with, drafts, learn in zip(
-            *(elapsed_us[part] for part in PARTS), strict=True
-        )
+        for write, lookup, drafts_with, drafts, learn in zip(*(elapsed_us[part] for part in PARTS), strict=True)
     ]
     return {"batch": batch, **summarise_all(elapsed_us), "step_us": summarise(steps_us)}
 

@@ -51,9 +51,7 @@ def main(
     console = open_console()
     results = [
         measure(rows, vocab, rounds, round_ms, device, seed)
-        for rows, vocab in track(
-            list(product(ROWS, VOCABULARIES)), description="shared noise", console=console
-        )
+        for rows, vocab in track(list(product(ROWS, VOCABULARIES)), description="shared noise", console=console)
     ]
     for result in results:
         result["draw_share"] = share_of_step(result["draw_us"], step_ms)

@@ -91,9 +91,7 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
         def speed(plan: tuple[int, int]) -> float:
             levels, tokens = plan
             accepted = policy.curves.accepted(np.array([levels]), np.array([tokens / batch]))[0]
-            return (1 + accepted) / model.predict_step(
-                StepShape(batch, levels, batch + tokens, 100.0 * batch)
-            )
+            return (1 + accepted) / model.predict_step(StepShape(batch, levels, batch + tokens, 100.0 * batch))
 
         return max(candidates, key=speed)
 

@@ -43,9 +43,7 @@ TETRIS = "tetris calibrated"
 
 def main(
     out: Annotated[Path, typer.Option(help="where to write the JSON; .md and .png go beside it")] = RESULT,
-    capacity_per_request: Annotated[
-        str, typer.Option(help="drafts verified per request")
-    ] = "0.5,1,1.5,2,3,4,5",
+    capacity_per_request: Annotated[str, typer.Option(help="drafts verified per request")] = "0.5,1,1.5,2,3,4,5",
     batch_size: Annotated[str, typer.Option(help="rows shuffled into batches of so many")] = "64",
     repeats: Annotated[int, typer.Option(min=1, help="draws of the random rule, and shuffles")] = 1,
     seed: int = 0,
@@ -65,13 +63,9 @@ def main(
             hindsight.append(study(calibrate_in_hindsight(trace), name, capacities, **options))
     command = shlex.join(["python", "benchmarks/bench_replay.py", *sys.argv[1:]])
     provenance = collect_provenance() | {"command": command, "repeats": repeats, "seed": seed}
-    results = [
-        {"batch_size": size} | result.as_json() for size, studies in by_size.items() for result in studies
-    ]
+    results = [{"batch_size": size} | result.as_json() for size, studies in by_size.items() for result in studies]
     out.parent.mkdir(parents=True, exist_ok=True)
-    in_hindsight = [
-        {"name": result.name} | result.find(TETRIS, c).as_json() for result in hindsight for c in capacities
-    ]
+    in_hindsight = [{"name": result.name} | result.find(TETRIS, c).as_json() for result in hindsight for c in capacities]
     report = {"provenance": provenance, "results": results, "hindsight": in_hindsight}
     out.write_text(json.dumps(report, indent=1) + "\n")
     out.with_suffix(".md").write_text("\n".join(render(provenance, by_size, hindsight)))
@@ -87,9 +81,7 @@ def calibrate_in_hindsight(trace: Trace) -> Trace:
     # Half precision: a ratio may exceed 1, and what has become 0 stays the least likely.
     probs = (raw / before.clamp(min=1e-7)).clamp(1e-7, 1.0)
     depths = torch.arange(1, raw.shape[1] + 1)
-    outcomes = chain_outcomes(
-        torch.from_numpy(trace.accepted.sum(axis=1)), torch.from_numpy(trace.selected), raw.shape[1]
-    )
+    outcomes = chain_outcomes(torch.from_numpy(trace.accepted.sum(axis=1)), torch.from_numpy(trace.selected), raw.shape[1])
     calibration = Calibration(raw.shape[1], prior_strength=1.0, decay=1.0, refresh_every=1)
     calibration.observe(probs, depths, *outcomes)
     return trace._replace(survival=survival_from_probs(calibration.apply(probs, depths)).numpy())
@@ -109,38 +101,28 @@ def render(provenance: dict, by_size: dict[int | None, list[Study]], hindsight: 
         yield from render_table(
             studies[0],
             ((result.name, result, TETRIS) for result in studies),
-            lambda f: (
-                f"{'**' if f.oracle_share >= GOAL else ''}{f.oracle_share:.1%}{'**' if f.oracle_share >= GOAL else ''}"
-            ),
+            lambda f: f"{'**' if f.oracle_share >= GOAL else ''}{f.oracle_share:.1%}{'**' if f.oracle_share >= GOAL else ''}",
         )
     yield "## Chains calibrated in hindsight, on the rows that they are judged by\n"
     yield "Accepted / verified (share of the oracle's) of TETRIS with such survivals, the recorded batches:\n"
-    yield from render_table(
-        hindsight[0], ((result.name, result, TETRIS) for result in hindsight), draw_success
-    )
+    yield from render_table(hindsight[0], ((result.name, result, TETRIS) for result in hindsight), draw_success)
     yield "![success rate against capacity](replay.png)\n"
     for result in by_size[None]:
         yield f"## {result.name}\n"
         yield (
-            f"{result.num_steps} steps of {result.num_rows / result.num_steps:.1f} requests; {result.header['num_nodes']} drafts "
-            f"per request; temperature {result.header['temperature']:g}.\n"
+            f"{result.num_steps} steps of {result.num_rows / result.num_steps:.1f} requests; {result.header['num_nodes']} "
+            f"drafts per request; temperature {result.header['temperature']:g}.\n"
         )
         yield "Accepted / verified (share of the oracle's):\n"
         yield from render_table(result, ((rule, result, rule) for rule in RULES), draw_success)
         yield "Success rate that the chosen survivals promise:\n"
         promising = [rule for rule in RULES if RULES[rule].promises]
-        yield from render_table(
-            result, ((rule, result, rule) for rule in promising), lambda f: f"{f.promised:.3f}"
-        )
+        yield from render_table(result, ((rule, result, rule) for rule in promising), lambda f: f"{f.promised:.3f}")
         yield "Emitted per row of the target's pass:\n"
-        yield from render_table(
-            result, ((rule, result, rule) for rule in RULES), lambda f: f"{f.emitted_per_row:.3f}"
-        )
+        yield from render_table(result, ((rule, result, rule) for rule in RULES), lambda f: f"{f.emitted_per_row:.3f}")
 
 
-def render_table(
-    first: Study, lines: Iterable[tuple[str, Study, str]], draw: Callable[[Figures], str]
-) -> Iterator[str]:
+def render_table(first: Study, lines: Iterable[tuple[str, Study, str]], draw: Callable[[Figures], str]) -> Iterator[str]:
     """A Markdown table; lines are (label, study, rule)."""
     yield "| | " + " | ".join(f"k = {c:g}" for c in first.capacities) + " |"
     yield "|---" * (1 + len(first.capacities)) + "|"

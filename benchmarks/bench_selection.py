@@ -68,17 +68,13 @@ def main(
     write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
 
 
-def measure(
-    batch: int, depth: int, tokens_per_request: float, rounds: int, round_ms: float, device: str, seed: int
-) -> dict:
+def measure(batch: int, depth: int, tokens_per_request: float, rounds: int, round_ms: float, device: str, seed: int) -> dict:
     generator = torch.Generator().manual_seed(seed)
     draft_probs = 0.3 + 0.7 * torch.rand(batch, depth, generator=generator)
     survival = survival_from_probs(draft_probs).to(device)
     chains = survival.tolist()
     capacity_tokens = max(1, int(min(tokens_per_request, depth) * batch))
-    assert select_prefixes(survival, capacity_tokens).tolist() == select_prefixes_reference(
-        chains, capacity_tokens
-    )
+    assert select_prefixes(survival, capacity_tokens).tolist() == select_prefixes_reference(chains, capacity_tokens)
     rules: dict[str, Callable[[], object]] = {
         "batched": lambda: select_prefixes(survival, capacity_tokens),
         "heap": lambda: select_prefixes_reference(chains, capacity_tokens),

@@ -3,8 +3,9 @@
     python benchmarks/bench_simulate.py
 
 Closed loops with as many users as may run, so that nearly every batch is full; prompts of 16 tokens, 1000 to 3000 written.
-Counted are decoding steps before the last request has arrived, in all of the time: prefill batches and emptying come free. Wall clock, the median of some rounds: one engine on one core, then one per core in threads (several
-settings, or replicas behind a router that keeps no queues in mind, run like that).
+Counted are decoding steps before the last request has arrived, in all of the time: prefill batches and emptying come free.
+Wall clock, the median of some rounds: one engine on one core, then one per core in threads (several settings, or replicas
+behind a router that keeps no queues in mind, run like that).
 """
 
 from __future__ import annotations
@@ -107,9 +108,7 @@ def measure(rows, batch: int, policy: str, rounds: int, round_s: float) -> dict:
         "policy": policy,
         "steps_per_s": calm(simulate_fleet, many),
         "all_cores_steps_per_s": calm(simulate_fleet, many, os.cpu_count()),
-        "reference_steps_per_s": steps_per_s(simulate_fleet_reference, batch + 1)[0]
-        if batch <= REFERENCE_UP_TO
-        else None,
+        "reference_steps_per_s": steps_per_s(simulate_fleet_reference, batch + 1)[0] if batch <= REFERENCE_UP_TO else None,
     }
 
 

@@ -38,9 +38,7 @@ def _check_step_ms(step_ms: float | None) -> float | None:
 Out = Annotated[Path, typer.Option(help="where to write the JSON")]
 StepMs = Annotated[
     float | None,
-    typer.Option(
-        help="time of a step of the demo pair, to print this part's share of it", callback=_check_step_ms
-    ),
+    typer.Option(help="time of a step of the demo pair, to print this part's share of it", callback=_check_step_ms),
 ]
 Rounds = Annotated[int, typer.Option(min=3, help="timing rounds per cell")]
 RoundMs = Annotated[float, typer.Option(help="least time that each part runs in a round")]
@@ -66,9 +64,7 @@ def time_us(part: Part, calls: int, device: str) -> float:
     return (clock() - start) * 1e6
 
 
-def time_in_turn(
-    parts: Mapping[str, Part], rounds: int, round_ms: float, device: str
-) -> dict[str, list[float]]:
+def time_in_turn(parts: Mapping[str, Part], rounds: int, round_ms: float, device: str) -> dict[str, list[float]]:
     """Microseconds per call of every part, a sample per round; within a round the parts take turns."""
     with torch.inference_mode():
         calls = {name: _count_calls(part, round_ms, device) for name, part in parts.items()}

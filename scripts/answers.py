@@ -99,13 +99,9 @@ class Writer:
         self.embedding = cast(target.model.embed_tokens.weight)
         self.lm_head = cast(target.lm_head.weight)
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        angles = (
-            torch.arange(max_tokens)[:, None].float() * config.rope_parameters["rope_theta"] ** -exponents
-        )
+        angles = torch.arange(max_tokens)[:, None].float() * config.rope_parameters["rope_theta"] ** -exponents
         self.cos, self.sin = angles.cos(), angles.sin()
-        self.keys = torch.zeros(
-            len(self.layers), slots, self.kv_heads, max_tokens, self.head_dim, dtype=dtype
-        )
+        self.keys = torch.zeros(len(self.layers), slots, self.kv_heads, max_tokens, self.head_dim, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -115,9 +111,7 @@ class Writer:
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(self.dtype)
 
-    def _pass(
-        self, token_ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def _pass(self, token_ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Returns: [tokens, kept layers + 1, hidden]."""
         # The residual stream in float32: a few of its entries are so large that bfloat16 would lose the layers' own.
         residual, kept = F.embedding(token_ids, self.embedding).float(), []

@@ -369,9 +369,7 @@ def load_head(folder: Path, target: LlamaForCausalLM) -> Head:
     stored = dict(config)
     if architecture == MtpHead.architecture:
         stored["intermediate_size"] = len(tensors[f"{MTP_PREFIX}mlp.gate_proj.weight"])
-    head = kinds[architecture](
-        stored, target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
-    )
+    head = kinds[architecture](stored, target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach())
     names = _names_in_checkpoint(head)
     if set(names.values()) != set(tensors):
         raise ValueError(f"{folder}: {sorted(set(names.values()) ^ set(tensors))} missing or unknown")

@@ -105,9 +105,7 @@ class _Small:
         self.config = json.loads((folder / "config.json").read_text())
         self.architecture = (self.config.get("architectures") or [None])[0]
         if self.architecture not in architectures:
-            raise ValueError(
-                f"{folder}: only {', '.join(architectures)} can be embedded, not {self.architecture}"
-            )
+            raise ValueError(f"{folder}: only {', '.join(architectures)} can be embedded, not {self.architecture}")
         for key in ("attention_bias", "mlp_bias"):
             if self.config.get(key):
                 raise ValueError(f"{folder}: {key} is set; biases cannot be embedded")
@@ -143,9 +141,7 @@ def _check_shape(small: _Small, shape: InflatedShape) -> None:
     for field in fields(shape):
         wanted, had = getattr(shape, field.name), getattr(small, field.name)
         if wanted < had:
-            raise ValueError(
-                f"--shape {field.name}={wanted} is smaller than the source's {had}: give {had} or more"
-            )
+            raise ValueError(f"--shape {field.name}={wanted} is smaller than the source's {had}: give {had} or more")
     group = small.heads // small.kv_heads
     if shape.heads % group:
         raise ValueError(
@@ -272,9 +268,7 @@ def _outer_head_tensors(small: _Small, shape: InflatedShape, seed: int) -> Itera
                 yield name, small.tensor(name)
 
 
-def _shard_tensors(
-    small: _Small, shape: InflatedShape, number: int, seed: int
-) -> Iterator[tuple[str, Tensor]]:
+def _shard_tensors(small: _Small, shape: InflatedShape, number: int, seed: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one file of the large model; the first holds what is outside the layers."""
     if small.architecture == TARGET:
         if number == 0:
@@ -289,9 +283,7 @@ def _shard_tensors(
     return _layer_tensors(small, shape, "midlayer.", seed, norms=norms, input_parts=2)
 
 
-def inflate(
-    small_folder: Path | str, out: Path | str, shape: InflatedShape, dtype: str = "float32", seed: int = 0
-) -> None:
+def inflate(small_folder: Path | str, out: Path | str, shape: InflatedShape, dtype: str = "float32", seed: int = 0) -> None:
     """Write the large model to `out`, holding about one layer per processor core in memory at a time.
 
     Args:
@@ -308,9 +300,7 @@ def inflate(
     small, out = _Small(Path(small_folder)), Path(out)
     if small.architecture != TARGET:
         if small.layers != 1:
-            raise ValueError(
-                f"{small_folder}: only heads of one layer can be embedded, not of {small.layers}"
-            )
+            raise ValueError(f"{small_folder}: only heads of one layer can be embedded, not of {small.layers}")
         shape = replace(shape, layers=1, heads=small.heads, intermediate=small.intermediate)
     _check_shape(small, shape)
     if dtype not in DTYPES:
@@ -425,9 +415,7 @@ app = typer.Typer(add_completion=False)
 def main(
     small: Annotated[Path, typer.Argument(help="Folder of the small model.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything.")],
-    shape: Annotated[
-        str, typer.Option(help=f"{', '.join(NAMED_SHAPES)}, or hidden=N,layers=N,heads=N,intermediate=N.")
-    ],
+    shape: Annotated[str, typer.Option(help=f"{', '.join(NAMED_SHAPES)}, or hidden=N,layers=N,heads=N,intermediate=N.")],
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
     seed: Annotated[int, typer.Option(help="Of the weights without effect.")] = 0,
 ) -> None:

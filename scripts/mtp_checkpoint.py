@@ -48,13 +48,9 @@ def make_mtp_checkpoint(target: Path | str, mtp_weights: Path | str, out: Path |
     )
     for key in ("head_dim", "vocab_size", "max_position_embeddings", "rope_parameters", "hidden_act"):
         if base.config[key] != mtp.config[key]:
-            raise ValueError(
-                f"{key} is {base.config[key]} in {target} and {mtp.config[key]} in {mtp_weights}"
-            )
+            raise ValueError(f"{key} is {base.config[key]} in {target} and {mtp.config[key]} in {mtp_weights}")
     if base.heads * mtp.kv_heads != mtp.heads * base.kv_heads or base.hidden < mtp.hidden:
-        raise ValueError(
-            f"{mtp_weights} does not fit into {target}: other head groups, or a smaller hidden size"
-        )
+        raise ValueError(f"{mtp_weights} does not fit into {target}: other head groups, or a smaller hidden size")
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty: name another folder")
     out.mkdir(parents=True, exist_ok=True)

@@ -146,9 +146,7 @@ def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tens
         with torch.inference_mode():
             output = draft(
                 input_ids=torch.cat((tokens, chains.t().flatten()))[None],
-                position_ids=torch.cat((torch.arange(length), *(lens + above for above in range(level))))[
-                    None
-                ],
+                position_ids=torch.cat((torch.arange(length), *(lens + above for above in range(level))))[None],
                 attention_mask=bias[None, None],
                 use_cache=False,
             ).logits[0]

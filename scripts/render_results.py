@@ -276,12 +276,7 @@ def render_folder(folder: str) -> str:
         parts.append("\n".join(lines) + "\n")
         if path in comparisons:
             verdicts = judge(comparisons[path].cells, results["arms"])
-            parts.append(
-                "".join(
-                    f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})\n"
-                    for v in verdicts
-                )
-            )
+            parts.append("".join(f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})\n" for v in verdicts))
         if path.with_suffix(".png").exists():
             parts.append(f"![{path.stem}]({path.stem}.png)\n")
     return "\n".join(parts)
@@ -306,9 +301,7 @@ def render_all() -> dict[Path, str]:
 
 
 def main(
-    check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit with 1 where a page differs.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit with 1 where a page differs.")] = False,
 ) -> None:
     """Rewrite the tables and pages of figures from the JSONs."""
     stale = []
@@ -317,10 +310,7 @@ def main(
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(text)
-    print(
-        "\n".join(f"{name}: {'differs from the JSONs' if check else 'rewritten'}" for name in stale)
-        or "up to date"
-    )
+    print("\n".join(f"{name}: {'differs from the JSONs' if check else 'rewritten'}" for name in stale) or "up to date")
     raise typer.Exit(int(check and bool(stale)))
 
 

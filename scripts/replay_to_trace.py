@@ -4,8 +4,8 @@
     python scripts/replay_to_trace.py build/standalone.trace.gz
     python scripts/replay_to_trace.py build/human.trace.gz --name ngram_human
 
-One row per position of each text, every draft verified (scripts/record_replay.py says how they were made). Survivals are those of
-a calibration that has learnt from all of these rows.
+One row per position of each text, every draft verified (scripts/record_replay.py says how they were made). Survivals are
+those of a calibration that has learnt from all of these rows.
 """
 
 from pathlib import Path
@@ -48,9 +48,7 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_for_writing(out, depth, drafts=name, **{EVERY_POSITION: True}) as file:
         file.write(rows.tobytes())
-    print(
-        f"{out}: {num_rows} positions of {len(starts) - 1} texts, {accepted.float().mean():.2f} of {depth} accepted"
-    )
+    print(f"{out}: {num_rows} positions of {len(starts) - 1} texts, {accepted.float().mean():.2f} of {depth} accepted")
 
 
 def calibrate(probs: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:

@@ -86,9 +86,7 @@ def training_prompts(tokenizer) -> list[Prompt]:
 def held_out_prompts(tokenizer) -> list[Prompt]:
     """Of every kind some, answered greedily; none of them is trained on, nor is any other problem of HumanEval."""
     documents = train_pair.collect_documents(None, SEED)
-    stdlib = {
-        d.turns[0]: d.source for d in documents if d.kind == "chat" and train_pair.is_held_out(d.source)
-    }
+    stdlib = {d.turns[0]: d.source for d in documents if d.kind == "chat" and train_pair.is_held_out(d.source)}
     texts = [(p.id, p.kind, p.text) for p in read_sharegpt(RESULTS)[: 2 * HELD_OUT_PROMPTS]]
     texts += [(p.id, p.kind, p.text) for p in read_human_eval()[:HELD_OUT_PROMPTS]]
     texts += [(f"stdlib-{i}", "stdlib", text) for i, text in enumerate(list(stdlib)[:HELD_OUT_PROMPTS])]
@@ -149,9 +147,7 @@ def write(
     slots: Annotated[int, typer.Option(help="Texts written at once.")] = 96,
     max_tokens: Annotated[int, typer.Option(help="Of a prompt and its answer together.")] = 448,
     held_out: Annotated[bool, typer.Option("--held-out", help="Answers to judge the head by.")] = False,
-    minutes: Annotated[
-        float | None, typer.Option(help="Stop after so long.", show_default="at the end")
-    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so long.", show_default="at the end")] = None,
 ) -> None:
     """Let the model answer the training prompts; goes on where an earlier call stopped."""
     torch.set_num_threads(threads)
@@ -433,9 +429,7 @@ def train(
             bar.set_postfix(loss=f"{trainer.losses[-1]:.3f}", right=f"{right[0]:.3f}", refresh=False)
             bar.update()
             if trainer.step_index % EVALUATE_EVERY == 0:
-                trainer.evaluations.append(
-                    {"step": trainer.step_index, **evaluate(head, judged, batch_tokens)}
-                )
+                trainer.evaluations.append({"step": trainer.step_index, **evaluate(head, judged, batch_tokens)})
                 tqdm.write(json.dumps(trainer.evaluations[-1]))
                 trainer.save()
     trainer.save()
@@ -508,9 +502,7 @@ def publish(
     out: Annotated[Path, typer.Option(help="Where the head goes.")] = HEAD,
 ) -> None:
     """Put head, figures and card in their place."""
-    names = [
-        name for shard in sorted((work_dir / ANSWERS).glob("*.safetensors")) for name in _read_names(shard)
-    ]
+    names = [name for shard in sorted((work_dir / ANSWERS).glob("*.safetensors")) for name in _read_names(shard)]
     state = torch.load(work_dir / "head.checkpoint", weights_only=True)
     losses = state["losses"]
     tail = max(1, len(losses) // 20)
@@ -576,12 +568,14 @@ Made by `scripts/train_eagle3.py`; this card is rendered from `metrics.json`. Th
 | parameters | {metrics["parameters"] / 1e6:.2f} M in bfloat16, {metrics["bytes"] / 1e6:.1f} MB |
 | reads | the outputs of layers {layers} |
 | drafts | {config["draft_vocab_size"]} of the target's {config["vocab_size"]} tokens, those that it writes most |
-| layer | {config["num_attention_heads"]} query and {config["num_key_value_heads"]} key-value heads, feed-forward of {config["intermediate_size"]} |
+| heads | {config["num_attention_heads"]} of queries, {config["num_key_value_heads"]} of keys and values |
+| feed-forward | {config["intermediate_size"]} |
 
 ## Data
 
 Answers of the target itself, half of them greedy, the rest at temperature 0.7 and 1. The prompts are ShareGPT's first questions
-(conversations whose id has a SHA-1 that begins with 0 to 9) and questions on Python's standard library. No text is in this folder.
+(conversations whose id has a SHA-1 that begins with 0 to 9) and questions on Python's standard library. No text is in this
+folder.
 
 | prompts | count | prompt tokens | answer tokens |
 |---|---|---|---|
@@ -589,8 +583,8 @@ Answers of the target itself, half of them greedy, the rest at temperature 0.7 a
 
 ## Training
 
-{training["steps"]} steps. Chains of {", ".join(map(str, training["chains"]))} tokens in turn, from every position of an answer. Half
-cross-entropy to the target's distribution, half to its likeliest token. The loss fell from {training["first_loss"]:.2f} to
+{training["steps"]} steps. Chains of {", ".join(map(str, training["chains"]))} tokens in turn, from every position of an
+answer. Half cross-entropy to the target's distribution, half to its likeliest token. The loss fell from {training["first_loss"]:.2f} to
 {training["last_loss"]:.2f}.
 
 Accepted of {measured["drafted"]} greedy drafts on held-out prompts, while it was trained:
@@ -601,8 +595,8 @@ Accepted of {measured["drafted"]} greedy drafts on held-out prompts, while it wa
 
 ## What a server accepts
 
-{measured["prompts"]} prompts that were not trained on (ShareGPT of the split for results, HumanEval, the project's own questions), at most
-{measured["new_tokens"]} tokens each, float32. Every draft is verified; the draft's own tokens and probabilities, without
+{measured["prompts"]} prompts that were not trained on (ShareGPT of the split for results, HumanEval, the project's own
+questions), at most {measured["new_tokens"]} tokens each, float32. Every draft is verified; the draft's own tokens and probabilities, without
 calibration and texts. Accepted per pass, of {measured["drafted"]}:
 
 | temperature | {" | ".join(kinds)} |

@@ -177,9 +177,7 @@ class RoundsTrainer(Trainer):
         return min(1.0, (done + 1) / 16, 2 * (1 - done / current.steps))
 
 
-def head_loss(
-    head: Head, target: LlamaForCausalLM, tokens: Tensor, current: Round, step_decay: float
-) -> Tensor:
+def head_loss(head: Head, target: LlamaForCausalLM, tokens: Tensor, current: Round, step_decay: float) -> Tensor:
     """What a chain of `current.unrolled` steps from every position of [batch, length] tokens loses.
 
     Per step: half cross-entropy to the target's distribution (sampled requests), half to its likeliest token
@@ -259,9 +257,7 @@ def train_head(
             rows = torch.randint(len(text.written), (written_rows,), generator=generator)
             tokens = text.written[rows].long()
         else:
-            tokens = train_pair.batch_at(
-                text.stream, step // 2, preset.batch_tokens, preset.context_tokens, seed + 6
-            )
+            tokens = train_pair.batch_at(text.stream, step // 2, preset.batch_tokens, preset.context_tokens, seed + 6)
         return head_loss(head, target, tokens, trainer.locate(step)[1], settings.step_decay)
 
     if not train_pair.run_steps(trainer, loss_at, kind, stop_after):
@@ -407,9 +403,7 @@ def train(
     kinds: Annotated[str, typer.Option(help="Which heads, separated by commas.")] = ",".join(HEADS),
     resume: Annotated[bool, typer.Option(help="Go on from what is in the work directory.")] = False,
     stop_after: Annotated[int | None, typer.Option(help="Stop each stage after this step.")] = None,
-    threads: Annotated[
-        int, typer.Option(help="CPU threads; results are reproducible for the same number.")
-    ] = 1,
+    threads: Annotated[int, typer.Option(help="CPU threads; results are reproducible for the same number.")] = 1,
 ) -> None:
     """Train heads, measure them and add them to the model card."""
     if preset not in PRESETS:
@@ -427,16 +421,13 @@ def train(
     record_path = work_dir / "heads-settings.json"
     if record_path.exists() and json.loads(record_path.read_text()) != record:
         raise typer.BadParameter(
-            f"--work-dir {work_dir} was made with another target or other settings than --preset {preset}: "
-            "name another"
+            f"--work-dir {work_dir} was made with another target or other settings than --preset {preset}: name another"
         )
     torch.set_num_threads(threads)
     target = train_pair.load_model(pair / "target")
     text = prepare_text(target, pair, settings, work_dir)
     record_path.write_text(json.dumps(record))
-    finished = [
-        kind for kind in chosen if train_head(kind, target, text, settings, work_dir, resume, stop_after)
-    ]
+    finished = [kind for kind in chosen if train_head(kind, target, text, settings, work_dir, resume, stop_after)]
     if finished != chosen:
         typer.echo(f"stopped; go on with --resume --work-dir {work_dir}")
         return

@@ -216,21 +216,12 @@ def _documents_of_builtins() -> Iterator[Document]:
         for name, value in sorted(vars(module).items()):
             members = [(f"{module_name}.{name}", value)]
             if inspect.isclass(value):
-                members += [
-                    (f"{module_name}.{name}.{n}", v) for n, v in sorted(vars(value).items()) if n[0] != "_"
-                ]
+                members += [(f"{module_name}.{name}.{n}", v) for n, v in sorted(vars(value).items()) if n[0] != "_"]
             for qualified, member in members:
                 documentation = getattr(member, "__doc__", None)
-                if (
-                    name[0] != "_"
-                    and callable(member)
-                    and isinstance(documentation, str)
-                    and len(documentation) > 20
-                ):
+                if name[0] != "_" and callable(member) and isinstance(documentation, str) and len(documentation) > 20:
                     qualified = qualified.removeprefix("builtins.")
-                    yield _chat(
-                        source, _pick(_EXPLAIN, qualified).format(qualified), inspect.cleandoc(documentation)
-                    )
+                    yield _chat(source, _pick(_EXPLAIN, qualified).format(qualified), inspect.cleandoc(documentation))
 
 
 def _repetitive(documents: list[Document], rng: random.Random) -> Iterator[Document]:
@@ -277,9 +268,7 @@ def collect_documents(max_bytes: int | None, seed: int) -> list[Document]:
         new = list(_documents_of_file(path, source))
         taken_bytes += sum(len(d.text) for d in new)
         documents += new
-    documents += [
-        Document(f"pydoc_data/topics:{name}", "prose", text) for name, text in sorted(topics.items())
-    ]
+    documents += [Document(f"pydoc_data/topics:{name}", "prose", text) for name, text in sorted(topics.items())]
     if max_bytes is None:
         documents += _documents_of_builtins()
     documents += _repetitive(documents, rng)
@@ -305,9 +294,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         ),
     )
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(
-            f"the corpus yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}: take more text"
-        )
+        raise ValueError(f"the corpus yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}: take more text")
     return tokenizer
 
 
@@ -330,9 +317,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> No
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Tensor:
     """One stream of token ids; plain text begins with BOS, and each document ends with EOS or <|im_end|>."""
     stream: list[int] = []
-    for document, encoding in zip(
-        documents, tokenizer.encode_batch([d.text for d in documents]), strict=True
-    ):
+    for document, encoding in zip(documents, tokenizer.encode_batch([d.text for d in documents]), strict=True):
         stream += encoding.ids if document.kind == "chat" else [BOS_ID, *encoding.ids, EOS_ID]
     return torch.tensor(stream, dtype=torch.int16)
 
@@ -392,9 +377,7 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
     shipped = LlamaForCausalLM(model.config)
     shipped.load_state_dict(model.state_dict())
     shipped = shipped.bfloat16()
-    shipped.generation_config = GenerationConfig(
-        bos_token_id=BOS_ID, pad_token_id=PAD_ID, eos_token_id=STOP_IDS
-    )
+    shipped.generation_config = GenerationConfig(bos_token_id=BOS_ID, pad_token_id=PAD_ID, eos_token_id=STOP_IDS)
     shipped.save_pretrained(folder)
     save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
 
@@ -511,20 +494,14 @@ def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens:
     with torch.no_grad():
         target_logits = target(tokens[:, :-1], use_cache=False).logits.flatten(0, 1)
     draft_log_probs = draft(tokens[:, :-1], use_cache=False).logits.flatten(0, 1).log_softmax(-1)
-    divergence = F.kl_div(
-        draft_log_probs, target_logits.log_softmax(-1), log_target=True, reduction="batchmean"
-    )
+    divergence = F.kl_div(draft_log_probs, target_logits.log_softmax(-1), log_target=True, reduction="batchmean")
     return 0.5 * divergence + 0.5 * F.nll_loss(draft_log_probs, target_logits.argmax(-1))
 
 
-def run_steps(
-    trainer: Trainer, loss_at, name: str, stop_after: int | None, checkpoint_every: int = 50
-) -> bool:
+def run_steps(trainer: Trainer, loss_at, name: str, stop_after: int | None, checkpoint_every: int = 50) -> bool:
     """Run until the last step, or until `stop_after`; say whether the last step was reached."""
     last = trainer.total_steps if stop_after is None else min(stop_after, trainer.total_steps)
-    with tqdm(
-        total=trainer.total_steps, initial=trainer.step_index, desc=name, unit="step", mininterval=2
-    ) as bar:
+    with tqdm(total=trainer.total_steps, initial=trainer.step_index, desc=name, unit="step", mininterval=2) as bar:
         while trainer.step_index < last:
             trainer.apply(loss_at(trainer.step_index))
             bar.set_postfix(loss=f"{trainer.losses[-1]:.3f}", refresh=False)
@@ -620,11 +597,7 @@ def _text_prompts(
             following = lines[start:] * (20 if document.kind == "repetitive" else 1)
             ids = tokenizer.encode("".join(following[:200])).ids[:wanted]
             text = tokenizer.decode(ids)
-            if (
-                len(ids) == wanted == len(tokenizer.encode(text).ids)
-                and text.strip()
-                and text not in trained_text
-            ):
+            if len(ids) == wanted == len(tokenizer.encode(text).ids) and text.strip() and text not in trained_text:
                 prompts.append({"source": document.source, "text": text})
                 break
     return prompts
@@ -649,9 +622,7 @@ def measure_acceptance(
         do_sample=False,
         pad_token_id=PAD_ID,
     )
-    agrees = (draft(text[:, :-1], use_cache=False).logits.argmax(-1) == text[:, 1:])[
-        0, len(prompt_ids) - 1 :
-    ].tolist()
+    agrees = (draft(text[:, :-1], use_cache=False).logits.argmax(-1) == text[:, 1:])[0, len(prompt_ids) - 1 :].tolist()
     accepted = verifications = 0
     position = 1  # the first token comes from the prefill
     while position + DRAFTED_TOKENS <= len(agrees):
@@ -665,10 +636,7 @@ def measure_acceptance(
 def measure_agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, batches: Iterable[Tensor]) -> float:
     """The share of positions where target and draft find the same token likeliest."""
     same = [
-        (
-            target(b[:, :-1], use_cache=False).logits.argmax(-1)
-            == draft(b[:, :-1], use_cache=False).logits.argmax(-1)
-        )
+        (target(b[:, :-1], use_cache=False).logits.argmax(-1) == draft(b[:, :-1], use_cache=False).logits.argmax(-1))
         for b in batches
     ]
     return torch.cat([s.flatten() for s in same]).float().mean().item()
@@ -681,18 +649,14 @@ def summarize_acceptance(prompts: list[dict], counts: dict[str, tuple[int, int]]
         for key in ("overall", prompt["kind"]):
             totals[key][0] += counts[prompt["id"]][0]
             totals[key][1] += counts[prompt["id"]][1]
-    return {
-        key: round(accepted / max(1, verifications), 3) for key, (accepted, verifications) in totals.items()
-    }
+    return {key: round(accepted / max(1, verifications), 3) for key, (accepted, verifications) in totals.items()}
 
 
 def measure(preset_name: str, preset: Preset, run: Run) -> dict:
     """All numbers of the model card."""
     target, draft = load_model(run.work_dir / "target"), load_model(run.work_dir / "draft")
     held_out = encode_documents(run.tokenizer, [d for d in run.documents if is_held_out(d.source)])
-    batches = [
-        batch_at(held_out, i, preset.batch_tokens, preset.context_tokens, preset.seed) for i in range(8)
-    ]
+    batches = [batch_at(held_out, i, preset.batch_tokens, preset.context_tokens, preset.seed) for i in range(8)]
     counts: dict[str, tuple[int, int]] = {}
     for prompt in tqdm(run.prompts, desc="acceptance", unit="prompt"):
         ids = run.tokenizer.encode(prompt["text"]).ids
@@ -723,9 +687,7 @@ def measure(preset_name: str, preset: Preset, run: Run) -> dict:
             "tokens_held_out": len(held_out),
             "characters_by_kind": dict(sum((Counter({d.kind: len(d.text)}) for d in trained), Counter())),
         },
-        "parameters": {
-            name: sum(p.numel() for p in m.parameters()) for name, m in (("target", target), ("draft", draft))
-        },
+        "parameters": {name: sum(p.numel() for p in m.parameters()) for name, m in (("target", target), ("draft", draft))},
         "training": {
             "target": losses("target", preset.target_steps),
             "draft": losses("draft", preset.draft_steps),
@@ -766,17 +728,13 @@ def render_card(metrics: dict) -> str:
     def spread(kind: str) -> str:
         """The mean, and the values that a tenth of the prompts stay below and above."""
         counts = acceptance["accepted_and_verifications"]
-        means = sorted(
-            a / v for key, (a, v) in counts.items() if v and (kind == "overall" or key.startswith(kind))
-        )
+        means = sorted(a / v for key, (a, v) in counts.items() if v and (kind == "overall" or key.startswith(kind)))
         return f"{accepted[kind]:.2f} | {means[len(means) // 10]:.2f} | {means[-1 - len(means) // 10]:.2f}"
 
     heads = render_heads(metrics["heads"], KINDS) if "heads" in metrics else ""
 
     kinds = "\n".join(f"| {kind} | {spread(kind)} |" for kind in (*KINDS, "overall"))
-    characters = ", ".join(
-        f"{kind} {corpus['characters_by_kind'].get(kind, 0) / 1e6:.1f} M" for kind in KINDS
-    )
+    characters = ", ".join(f"{kind} {corpus['characters_by_kind'].get(kind, 0) / 1e6:.1f} M" for kind in KINDS)
     shortest, median, longest = prompts["tokens_min_median_max"]
     sources = ",\n".join(f"`{s}`" for s in prompts["sources"])
     return f"""# The model pair
@@ -873,9 +831,7 @@ def prepare(preset: Preset, work_dir: Path) -> Run:
     )
 
 
-def train_target(
-    preset: Preset, run: Run, resume: bool = False, stop_after: int | None = None
-) -> LlamaForCausalLM | None:
+def train_target(preset: Preset, run: Run, resume: bool = False, stop_after: int | None = None) -> LlamaForCausalLM | None:
     """Train the target; None when stopped before its last step."""
     model = build_model(preset.target, preset, preset.seed).train()
     trainer = Trainer(model, preset.target_steps, run.work_dir / "target.checkpoint")
@@ -885,9 +841,7 @@ def train_target(
     def loss_at(step: int) -> Tensor:
         is_long = step >= 0.8 * preset.target_steps
         context_tokens = preset.long_context_tokens if is_long else preset.context_tokens
-        return next_token_loss(
-            model, batch_at(run.stream, step, preset.batch_tokens, context_tokens, preset.seed)
-        )
+        return next_token_loss(model, batch_at(run.stream, step, preset.batch_tokens, context_tokens, preset.seed))
 
     if not run_steps(trainer, loss_at, "target", stop_after):
         return None
@@ -917,9 +871,7 @@ def train_draft(
             generator = torch.Generator().manual_seed(preset.seed * 1013 + step)
             tokens = written[torch.randint(len(written), (written_rows,), generator=generator)].long()
         else:
-            tokens = batch_at(
-                run.stream, step // 2, preset.batch_tokens, preset.context_tokens, preset.seed + 4
-            )
+            tokens = batch_at(run.stream, step // 2, preset.batch_tokens, preset.context_tokens, preset.seed + 4)
         return distillation_loss(model, target, tokens)
 
     if not run_steps(trainer, loss_at, "draft", stop_after):
@@ -965,23 +917,17 @@ def train(
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "full",
     resume: Annotated[bool, typer.Option(help="Go on from what is in the work directory.")] = False,
     stop_after: Annotated[int | None, typer.Option(help="Stop the current stage after this step.")] = None,
-    threads: Annotated[
-        int, typer.Option(help="CPU threads; results are reproducible for the same number.")
-    ] = 1,
+    threads: Annotated[int, typer.Option(help="CPU threads; results are reproducible for the same number.")] = 1,
 ) -> None:
     """Train a pair, measure it and write its model card."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"--preset {preset}: choose one of {', '.join(PRESETS)}")
     settings = PRESETS[preset]
     if not resume and any(work_dir.glob("*.checkpoint")):
-        raise typer.BadParameter(
-            f"--work-dir {work_dir} holds a run: add --resume to go on, or name another folder"
-        )
+        raise typer.BadParameter(f"--work-dir {work_dir} holds a run: add --resume to go on, or name another folder")
     settings_path = work_dir / "settings.json"
     if resume and settings_path.exists() and json.loads(settings_path.read_text()) != asdict(settings):
-        raise typer.BadParameter(
-            f"--work-dir {work_dir} was made with other settings than --preset {preset}: name another"
-        )
+        raise typer.BadParameter(f"--work-dir {work_dir} was made with other settings than --preset {preset}: name another")
     torch.set_num_threads(threads)
     run = prepare(settings, work_dir)
     settings_path.write_text(json.dumps(asdict(settings)))

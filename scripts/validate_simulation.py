@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Does `tetris-sglang simulate` predict what `tetris-sglang bench` measured?
 
-    python scripts/validate_simulation.py --measured bench.json    # closed loops, the bench's own prompts, the shipped head, greedy
+    python scripts/validate_simulation.py --measured bench.json    # closed loops, the bench's own prompts, the shipped head,
+    greedy
 
 1. A TETRIS server with automatic capacity starts alone and times its passes, as any does.
 2. Two servers answer the comparison's requests one at a time and record what was drafted: one the head's own tokens, which
@@ -89,12 +90,8 @@ class Texts(NamedTuple):
 
 def main(
     measured: Annotated[Path, typer.Option(help="JSON of tetris-sglang bench.")],
-    traces: Annotated[
-        Path, typer.Option(help="Folder of recorded drafts; what is there is not recorded again.")
-    ] = TRACES,
-    max_in_flight: Annotated[
-        int, typer.Option(min=1, help="Leave out larger loads: fewer prompts to record.")
-    ] = 16,
+    traces: Annotated[Path, typer.Option(help="Folder of recorded drafts; what is there is not recorded again.")] = TRACES,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Leave out larger loads: fewer prompts to record.")] = 16,
     retime: Annotated[bool, typer.Option(help="Time the passes again.")] = False,
     out: Annotated[Path, typer.Option(help="JSON; the Markdown and the plot go beside it.")] = RESULTS
     / "simulate_validation.json",
@@ -136,10 +133,7 @@ def read_settings(comparison: dict[str, Any]) -> Settings:
         ValueError: the simulator has no such requests.
     """
     settings = Settings(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in comparison["settings"].items()
-        }
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in comparison["settings"].items()}
     )
     obstacles = {
         "Poisson arrivals": settings.request_rate,
@@ -169,9 +163,7 @@ def check_answers(samples: Sequence[Sample], orders: Orders, texts: Texts) -> No
             continue
         order = orders[Load.of(sample), sample["repeat"]]
         recorded = [texts.hashes[texts.index[prompt.id]] for prompt in order]
-        equal = np.mean(
-            [mine == theirs for mine, theirs in zip(recorded, sample["output_hashes"], strict=True)]
-        )
+        equal = np.mean([mine == theirs for mine, theirs in zip(recorded, sample["output_hashes"], strict=True)])
         if equal < MIN_EQUAL:
             raise ValueError(
                 f"concurrency {sample['concurrency']}: {equal:.0%} of the answers are those that the model writes now"
@@ -252,10 +244,7 @@ def record(
         completions, _ = generate(
             server.url, texts, concurrency=1, max_new_tokens=lengths, ignore_eos=settings.lengths == EQUAL
         )
-    return [
-        (hash_output(c.text), c.meta_info["prompt_tokens"], c.meta_info["completion_tokens"])
-        for c in completions
-    ]
+    return [(hash_output(c.text), c.meta_info["prompt_tokens"], c.meta_info["completion_tokens"]) for c in completions]
 
 
 # -- predictions ---------------------------------------------------------------------------------------------------
@@ -284,9 +273,7 @@ class Simulator:
         arms: by name. orders: the prompts of every run, by load and repeat.
     """
 
-    def __init__(
-        self, arms: dict[str, Arm], orders: Orders, texts: Texts, settings: Settings, passes: PassTimes
-    ) -> None:
+    def __init__(self, arms: dict[str, Arm], orders: Orders, texts: Texts, settings: Settings, passes: PassTimes) -> None:
         self._arms, self._orders, self._texts = arms, orders, texts
         self._settings, self._passes = settings, passes
         # Groups of servers share their references.
@@ -328,9 +315,7 @@ class Simulator:
     def fit(self, samples: Sequence[Sample]) -> Calibration:
         """To runs of some arms: their speeds, and no speculation's first token with the fewest requests in flight."""
         fewest = min(s["concurrency"] for s in samples)
-        firsts_s = [
-            s["ttft_p50_ms"] / 1e3 for s in samples if (s["arm"], s["concurrency"]) == (REFERENCE, fewest)
-        ]
+        firsts_s = [s["ttft_p50_ms"] / 1e3 for s in samples if (s["arm"], s["concurrency"]) == (REFERENCE, fewest)]
         scale = self._passes.target_s[1]
 
         def read(found: Sequence[float]) -> Calibration:
@@ -342,9 +327,7 @@ class Simulator:
             first_s = self.run(REFERENCE, Load(fewest), samples[0]["repeat"], calibration).ttft_p50_ms / 1e3
             return [
                 *(
-                    self.run(s["arm"], Load.of(s), s["repeat"], calibration).total_tokens_per_s
-                    / s["output_tokens_per_s"]
-                    - 1
+                    self.run(s["arm"], Load.of(s), s["repeat"], calibration).total_tokens_per_s / s["output_tokens_per_s"] - 1
                     for s in samples
                 ),
                 first_s / mean(firsts_s) - 1,
@@ -384,9 +367,7 @@ def predict(
         steps = sum(s["verify_steps"] for s in mine)
         measured = mean(s["output_tokens_per_s"] for s in mine)
         predicted = mean(outcome.total_tokens_per_s for outcome in outcomes)
-        measured_ratio = mean(
-            s["output_tokens_per_s"] / references[round_key(s)]["output_tokens_per_s"] for s in mine
-        )
+        measured_ratio = mean(s["output_tokens_per_s"] / references[round_key(s)]["output_tokens_per_s"] for s in mine)
         predicted_ratio = mean(
             outcome.total_tokens_per_s / reference.total_tokens_per_s
             for outcome, reference in zip(outcomes, without, strict=True)
@@ -424,8 +405,8 @@ def describe(results: dict[str, Any]) -> str:
     others = [s for s in results["settings"] if s["arm"] in fitted]
     return (
         f"Predicted speeds: {count_within(predicted, 'error')}. Ratios to no speculation: "
-        f"{count_within(predicted, 'ratio_error')}. Fitted to {' and '.join(fitted)} (speeds: {count_within(others, 'error')}): "
-        f"passes take {fit['pace']:.2f} of what was timed, {fit['row_pace']:.2f} of that for every row but the first, the host "
+        f"{count_within(predicted, 'ratio_error')}. Fitted to {' and '.join(fitted)} (speeds: {count_within(others, 'error')}): passes "
+        f"take {fit['pace']:.2f} of what was timed, {fit['row_pace']:.2f} of that for every row but the first, the host "
         f"{fit['host_s'] * 1e3:.1f} ms per step, a prefill {fit['prefill_s'] * 1e3:.1f} ms beyond its pass."
     )
 
@@ -511,10 +492,7 @@ def plot(settings: Sequence[dict], fitted: Collection[str], out: Path) -> None:
     axes.fill_between(line, line * (1 - BAND), line * (1 + BAND), alpha=0.15, label=f"within {BAND:.0%}")
     axes.plot(line, line, lw=0.8, color="grey")
     for arm in dict.fromkeys(s["arm"] for s in predicted):
-        mine = [
-            [s[f"{kind}_tokens_per_s"] for s in predicted if s["arm"] == arm]
-            for kind in ("measured", "predicted")
-        ]
+        mine = [[s[f"{kind}_tokens_per_s"] for s in predicted if s["arm"] == arm] for kind in ("measured", "predicted")]
         axes.plot(*mine, "o", label=arm)
     axes.set(xscale="log", yscale="log", xlim=line, ylim=line)
     axes.set(xlabel="measured, output tokens/s", ylabel="predicted, output tokens/s")

@@ -191,10 +191,10 @@ SETTINGS: tuple[Setting, ...] = (
         "fairness",
         _parse_fairness,
         "NUMBER",
-        "TETRIS: how much more the drafts of slow requests count in the selection: survivals are divided by the tokens per step "
-        "that the request has emitted so far, to this power. 0: the most tokens per step (the paper's rule); 1: proportional "
-        "fairness, as fast where it was measured; 2 shortens the slowest requests further, for a few percent. Default: 1 where the "
-        "capacity sets itself, else 0.",
+        "TETRIS: how much more the drafts of slow requests count in the selection: survivals are divided by the tokens per "
+        "step that the request has emitted so far, to this power. 0: the most tokens per step (the paper's rule); 1: "
+        "proportional fairness, as fast where it was measured; 2 shortens the slowest requests further, for a few percent. "
+        "Default: 1 where the capacity sets itself, else 0.",
     ),
     Setting(
         "calibration",
@@ -207,8 +207,8 @@ SETTINGS: tuple[Setting, ...] = (
         "shared_texts",
         _parse_bool,
         "on|off",
-        "TETRIS: let requests draft from one another's texts, running or lately ended, too. It never shows in an output, but how fast "
-        "it comes can tell that somebody wrote the same before; cache_salt and extra_key keep texts apart. Default: off.",
+        "TETRIS: let requests draft from one another's texts, running or lately ended, too. It never shows in an output, but how "
+        "fast it comes can tell that somebody wrote the same before; cache_salt and extra_key keep texts apart. Default: off.",
     ),
     Setting(
         "draft",
@@ -216,7 +216,8 @@ SETTINGS: tuple[Setting, ...] = (
         "KIND",
         "TETRIS: what drafts: standalone (a model of its own), eagle, eagle3 (heads on the target's states), mtp (the target's "
         "own prediction layers), ngram (no model: what followed before in the request's text), or auto: found out "
-        "from the models; without --speculative-draft-model-path mtp where the target has such layers, else ngram. Default: auto.",
+        "from the models; without --speculative-draft-model-path mtp where the target has such layers, else ngram. Default: "
+        "auto.",
     ),
     Setting(
         "verify_plan",
@@ -288,9 +289,7 @@ class TetrisConfig:
             text = environment[variable]
             setting = _BY_VARIABLE.get(variable)
             if setting is None:
-                raise ValueError(
-                    f"{variable}={text!r}: no such TETRIS variable. {_suggest(variable, _BY_VARIABLE)}"
-                )
+                raise ValueError(f"{variable}={text!r}: no such TETRIS variable. {_suggest(variable, _BY_VARIABLE)}")
             if text == "":
                 continue
             values[setting.field] = setting.parse_text(text, f"{setting.flag} (or {variable})")
@@ -321,9 +320,7 @@ def find_settings(environment: Mapping[str, str] = os.environ) -> list[str]:
 _exported: dict[str, str] = {}
 
 
-def export_arguments(
-    arguments: MutableMapping[str, Any], environment: MutableMapping[str, str] = os.environ
-) -> None:
+def export_arguments(arguments: MutableMapping[str, Any], environment: MutableMapping[str, str] = os.environ) -> None:
     """Move `speculative_tetris_*` keyword arguments out of `arguments` into the environment.
 
     What an earlier call, for an earlier Engine of the process, put there is taken out first.
@@ -338,9 +335,7 @@ def export_arguments(
     for name in [name for name in arguments if name.startswith(ARGUMENT_PREFIX)]:
         setting = _BY_ARGUMENT.get(name)
         if setting is None:
-            raise ValueError(
-                f"{name}={arguments[name]!r}: no such TETRIS argument. {_suggest(name, _BY_ARGUMENT)}"
-            )
+            raise ValueError(f"{name}={arguments[name]!r}: no such TETRIS argument. {_suggest(name, _BY_ARGUMENT)}")
         value = arguments.pop(name)
         if value is None:
             continue

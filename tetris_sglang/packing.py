@@ -102,9 +102,7 @@ def pack_rows_reference(
     )
 
 
-def pack_roots(
-    roots: Tensor, seq_lens: Tensor, req_to_token: Tensor, req_pool_indices: Tensor
-) -> PackedTokens:
+def pack_roots(roots: Tensor, seq_lens: Tensor, req_to_token: Tensor, req_pool_indices: Tensor) -> PackedTokens:
     """`pack_rows_reference` where nothing was drafted: one row per request, no surplus.
 
     Args:
@@ -142,9 +140,7 @@ def accept_roots(target_tokens: Tensor, roots: Tensor, seq_lens: Tensor, width: 
     )
 
 
-def accept_rows_reference(
-    target_tokens: Tensor, qo_indptr: Tensor, candidates: Tensor, seq_lens: Tensor
-) -> AcceptedTokens:
+def accept_rows_reference(target_tokens: Tensor, qo_indptr: Tensor, candidates: Tensor, seq_lens: Tensor) -> AcceptedTokens:
     """`kernels.accept.accept_rows` in torch operations: same arguments, same result.
 
     Sync: none; CUDA-graph safe.
@@ -176,9 +172,7 @@ def accept_tree_rows(
     """
     width = candidates.shape[1]
     verify_lens, grid = _scatter_rows(target_tokens, qo_indptr, width)
-    num_accepted, bonus_tokens, path = accept_tree(
-        candidates, shape.parents, grid, verify_lens - 1, max_depth
-    )
+    num_accepted, bonus_tokens, path = accept_tree(candidates, shape.parents, grid, verify_lens - 1, max_depth)
     last = path.gather(1, num_accepted.long()[:, None])
     emitted = torch.nn.functional.pad(grid.gather(1, path), (0, width - path.shape[1]))
     return AcceptedTokens(

@@ -90,7 +90,7 @@ def run_in_process(stage: Stage, out: Path) -> int:
         pkgutil.resolve_name(stage.run)(report)
     except KeyboardInterrupt:
         report.error = "interrupted, or out of time"
-    except Exception as error:  # noqa: BLE001 - the report says which
+    except Exception as error:
         traceback.print_exc()
         report.error = f"{type(error).__name__}: {error}"
     report.seconds = round(time.monotonic() - started_at, 1)
@@ -106,9 +106,7 @@ def run_stage(stage: Stage, out: Path, limit_s: float, command: Sequence[str] | 
     report = out / f"{stage.letter}.json"
     report.unlink(missing_ok=True)
     with (out / f"{stage.letter}.log").open("wb") as log_file:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         os.set_blocking(process.stdout.fileno(), False)
         deadline, archived_at = time.monotonic() + limit_s, time.monotonic()
         is_late = False
@@ -183,14 +181,12 @@ def print_summary(out: Path, stages: Sequence[Stage], console: Console) -> bool:
 
 
 def main(
-    stages: Annotated[
-        str, typer.Option(help="; ".join(f"{stage.letter}: {stage.title}" for stage in STAGES))
-    ] = ",".join(stage.letter for stage in STAGES),
+    stages: Annotated[str, typer.Option(help="; ".join(f"{stage.letter}: {stage.title}" for stage in STAGES))] = ",".join(
+        stage.letter for stage in STAGES
+    ),
     out: Annotated[Path, typer.Option(help="STAGE.json, STAGE.log and the servers' logs.")] = DEFAULT_OUT,
     resume: Annotated[bool, typer.Option("--resume", help="Skip stages that passed before.")] = False,
-    minutes: Annotated[
-        float, typer.Option(help="Start nothing, and let nothing run, after so many.")
-    ] = 600.0,
+    minutes: Annotated[float, typer.Option(help="Start nothing, and let nothing run, after so many.")] = 600.0,
     in_process: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run every check that needs a GPU."""

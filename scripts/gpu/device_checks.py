@@ -57,9 +57,7 @@ def check_environment(report: Report) -> None:
     started_at = time.monotonic()
     batch = random_batch([3, 1], [40, 7], HeadShape(4, 2, 64), dtype=torch.bfloat16, device="cuda", seed=0)
     error = relative_error(EagerPass(batch.shape, torch.bfloat16).run(batch), reference_attention(batch))
-    report.expect(
-        "one FlashInfer plan and run", error < TOLERANCES[torch.bfloat16], f"relative error {error:.2e}"
-    )
+    report.expect("one FlashInfer plan and run", error < TOLERANCES[torch.bfloat16], f"relative error {error:.2e}")
     # Minutes if nvcc had to compile it, rather than the bundle having brought it.
     report.record("first_flashinfer_run_s", round(time.monotonic() - started_at, 1))
 
@@ -132,10 +130,7 @@ class EagerPass:
 
     def run(self, batch: RaggedBatch) -> Tensor:
         self._wrapper.plan(
-            *(
-                torch.tensor((0, *lens)).cumsum(0).to(torch.int32)
-                for lens in (batch.verify_lens, batch.kv_lens)
-            ),
+            *(torch.tensor((0, *lens)).cumsum(0).to(torch.int32) for lens in (batch.verify_lens, batch.kv_lens)),
             batch.slots,
             torch.ones(len(batch.verify_lens), dtype=torch.int32),
             self._shape.heads,
@@ -298,9 +293,7 @@ def _time_ragged_against_plain(report: Report) -> None:
         prefixes = [rng.randint(prefix // 2, 3 * prefix // 2) for _ in range(requests)]
         cell: dict[str, Any] = {"requests": requests, "rows": sum(lens), "mean_prefix": prefix}
         for name, verify in (("plain", [mean_verify] * requests), ("ragged", lens)):
-            batch = random_batch(
-                verify, prefixes, HeadShape(64, 32, 64), dtype=torch.bfloat16, device="cuda", seed=2
-            )
+            batch = random_batch(verify, prefixes, HeadShape(64, 32, 64), dtype=torch.bfloat16, device="cuda", seed=2)
             device_lens = lens_on_device(batch)
             for on_device, step in ((False, "host"), (True, "device")):
                 captured = CapturedPass(batch, requests, sum(lens), on_device)

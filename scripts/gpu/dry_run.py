@@ -136,9 +136,7 @@ def run_arm(name: str, folder: Path, environment: Mapping[str, str]) -> dict[str
             seen["start_s"] = round(server.start_seconds, 1)
             # Without top-k, top-p and min-p: what FlashInfer's sampler draws is used as an index, and is nothing here.
             for temperature, concurrency in itertools.product((0, 1), (1, 3, 8)):
-                generate(
-                    server.url, prompts, concurrency=concurrency, max_new_tokens=12, temperature=temperature
-                )
+                generate(server.url, prompts, concurrency=concurrency, max_new_tokens=12, temperature=temperature)
             seen["decoded"] = True
     except (ServerFailed, OSError) as error:
         seen["error"] = last_error(str(error)) or last_error(log.read_text(errors="replace")) or str(error)
@@ -166,9 +164,7 @@ def run_check(folder: Path, environment: Mapping[str, str]) -> dict[str, object]
     command = [sys.executable, str(HERE / "check.py"), "--stages", "a,c", "--out", str(out)]
     started_at = time.monotonic()
     with (folder / "check.log").open("w") as log:
-        subprocess.run(
-            command, check=False, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT
-        )
+        subprocess.run(command, check=False, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT)
     stages = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
     crashed = [
         f"{name}: {error}"
@@ -186,9 +182,9 @@ def run_check(folder: Path, environment: Mapping[str, str]) -> dict[str, object]
 
 
 def main(
-    arms: Annotated[
-        str, typer.Option(help=f"Of {', '.join(ARMS)} and check (its stages a and c).")
-    ] = ",".join([*ARMS, "check"]),
+    arms: Annotated[str, typer.Option(help=f"Of {', '.join(ARMS)} and check (its stages a and c).")] = ",".join(
+        [*ARMS, "check"]
+    ),
     out: Annotated[Path, typer.Option(help="Logs and a summary.")] = BUILD / "gpu-dry-run",
     jit: Annotated[Path, typer.Option(help="What FlashInfer and SGLang compile.")] = BUILD / "gpu-jit",
 ) -> None:
@@ -212,9 +208,7 @@ def main(
     for row in seen:
         came_up = f"{row['start_s']} s" if "start_s" in row else ""
         decoded = "yes" if row.get("decoded") else ""
-        table.add_row(
-            row["arm"], came_up, ", ".join(row["graphs"]), decoded, str(row["tracebacks"]), row["error"] or ""
-        )
+        table.add_row(row["arm"], came_up, ", ".join(row["graphs"]), decoded, str(row["tracebacks"]), row["error"] or "")
     console.print(table)
     console.print("Kernels did nothing here: text, acceptance and speed mean nothing (see docs/gpu.md).")
     raise typer.Exit(any(row["error"] or row["tracebacks"] for row in seen))

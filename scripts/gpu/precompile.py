@@ -64,16 +64,14 @@ def main(
         try:
             build()
             outcome = "ok"
-        except Exception as error:  # noqa: BLE001  (each kernel is of use by itself; the summary names the others)
+        except Exception as error:
             failures.append(name)
             outcome = f"{type(error).__name__}: {str(error)[-400:]}"
         print(f"{name}: {time.monotonic() - started_at:.0f} s, {outcome}", flush=True)
 
     with override_jit_cuda_arch(9, 0):
         kernels = list_sglang_kernels(types)
-        parallel_compile(
-            [lambda name=name, build=build: timed(name, build) for name, build in kernels.items()], jobs
-        )
+        parallel_compile([lambda name=name, build=build: timed(name, build) for name, build in kernels.items()], jobs)
     for name, spec in list_flashinfer_kernels(types, [int(d) for d in head_dims.split(",")]).items():
         timed(name, lambda spec=spec: spec().build(verbose=False))
     print(f"{len(failures)} failed" + (f": {', '.join(failures)}" if failures else ""))
@@ -105,16 +103,12 @@ def list_sglang_kernels(dtypes) -> dict[str, Callable[[], object]]:
     kernels: dict[str, Callable[[], object]] = {"tree": _jit_tree_module}
     for folder in ("target", "draft"):
         config = json.loads((PAIR / folder / "config.json").read_text())
-        head_dim, heads, kv_heads = (
-            config[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads")
-        )
+        head_dim, heads, kv_heads = (config[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads"))
         rows = {kv_heads, *(NAMED_SHAPES[shape].heads * kv_heads // heads for shape in SHAPES)}
         for row_bytes in sorted(count * head_dim * 2 for count in rows):
             kernels[f"kv cache, rows of {row_bytes} bytes"] = lambda n=row_bytes: _jit_kvcache_module(n, n, 0)
         for dtype in dtypes:
-            kernels[f"rope {head_dim} {dtype}"] = lambda d=head_dim, t=dtype: _jit_fused_rope_module(
-                True, d, t, t
-            )
+            kernels[f"rope {head_dim} {dtype}"] = lambda d=head_dim, t=dtype: _jit_fused_rope_module(True, d, t, t)
         vector = 4 if config["vocab_size"] % 4 == 0 else 1
         kernels[f"tree sampling {vector}"] = lambda v=vector: _jit_sampling_module(v, True)
     for dtype in dtypes:
@@ -139,9 +133,7 @@ def list_flashinfer_kernels(dtypes, head_dims) -> dict[str, Callable]:
         for dim in head_dims:
             types = (dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False)
             specs[f"decode {dim} {dtype}"] = lambda t=types: modules.gen_batch_decode_module(*t)
-            specs[f"prefill {dim} {dtype}"] = lambda t=types: modules._gen_batch_prefill_primary_module(
-                "fa2", *t, False
-            )
+            specs[f"prefill {dim} {dtype}"] = lambda t=types: modules._gen_batch_prefill_primary_module("fa2", *t, False)
     return specs
 
 

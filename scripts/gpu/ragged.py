@@ -127,10 +127,7 @@ def reference_attention(batch: RaggedBatch) -> Tensor:
     outputs, row, start = [], 0, 0
     for verify_len, kv_len in zip(batch.verify_lens, batch.kv_lens, strict=True):
         slots = batch.slots[start : start + kv_len].long()
-        keys, values = (
-            pool[slots].double().repeat_interleave(batch.shape.group, 1)
-            for pool in (batch.keys, batch.values)
-        )
+        keys, values = (pool[slots].double().repeat_interleave(batch.shape.group, 1) for pool in (batch.keys, batch.values))
         queries = batch.queries[row : row + verify_len].double()
         scores = torch.einsum("qhd,khd->hqk", queries, keys) / batch.shape.head_dim**0.5
         position = torch.arange(kv_len, device=scores.device)

@@ -77,9 +77,7 @@ def check_server(report: Report) -> None:
                     for sampling in ({}, {"top_p": 0.8, "top_k": 30}, {"min_p": 0.05}):
                         _check_sampled(report, plain, tetris, _prompts()[3], sampling)
                     _check_metrics(report, tetris, _prompts()[:32])
-                report.record(
-                    f"{plan}_phase_ms", {k: v for k, v in tetris.tetris_state().items() if k.endswith("_ms")}
-                )
+                report.record(f"{plan}_phase_ms", {k: v for k, v in tetris.tetris_state().items() if k.endswith("_ms")})
 
 
 def check_drafts(report: Report) -> None:
@@ -89,9 +87,7 @@ def check_drafts(report: Report) -> None:
         for name, flags in OTHER_DRAFTS.items():
             with recorded(report, f"a server with {name} drafts"), contextlib.ExitStack() as inner:
                 prefill_graphs = name == "automatic capacity"
-                tetris = _serve(
-                    report, f"g-{name.replace(' ', '-')}", [*TETRIS_FLAGS, *flags], inner, prefill_graphs
-                )
+                tetris = _serve(report, f"g-{name.replace(' ', '-')}", [*TETRIS_FLAGS, *flags], inner, prefill_graphs)
                 outputs = tetris.generate_all(_prompts(), concurrency=32, max_new_tokens=64)
                 _check_greedy(report, name, expected, outputs, min_success=0.15)
 
@@ -112,9 +108,7 @@ def _serve(
     log_path = report.path.parent / f"{name}.log"
     log(f"starting {name}: {log_path}")
     server = stack.enter_context(
-        ServerProcess(
-            ["--model-path", str(PAIR / "target"), *common.split(), *flags], log_path, start_timeout_s=300
-        )
+        ServerProcess(["--model-path", str(PAIR / "target"), *common.split(), *flags], log_path, start_timeout_s=300)
     )
     report.record(f"{name}_start_s", server.start_seconds)
     return Client(server.url, log_path)
@@ -155,12 +149,9 @@ def _check_greedy(
 def _check_acceptance(report: Report, name: str, outputs: Sequence[dict], min_success: float) -> None:
     """Drafts accepted, of those verified."""
     accepted, selected = (
-        sum(o["meta_info"].get(f"spec_num_{counted}_drafts", 0) for o in outputs)
-        for counted in ("correct", "selected")
+        sum(o["meta_info"].get(f"spec_num_{counted}_drafts", 0) for o in outputs) for counted in ("correct", "selected")
     )
-    report.expect(
-        f"{name}: drafts are accepted", accepted > min_success * selected > 0, f"{accepted} of {selected}"
-    )
+    report.expect(f"{name}: drafts are accepted", accepted > min_success * selected > 0, f"{accepted} of {selected}")
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
@@ -217,9 +208,7 @@ def _check_metrics(report: Report, client, prompts: Sequence[str]) -> None:
             grown[f"{name}_tokens"],
         )
     least = grown["num_requests"] + grown["selected_tokens"]
-    report.expect(
-        "rows are at least roots and selected drafts", grown["verified_rows"] >= least, grown["verified_rows"]
-    )
+    report.expect("rows are at least roots and selected drafts", grown["verified_rows"] >= least, grown["verified_rows"])
 
 
 # -- e: throughput -------------------------------------------------------------------------------------------
@@ -269,8 +258,7 @@ def inflate_pair() -> tuple[Path, Path]:
 
     started_at = time.monotonic()
     pair = [
-        ensure_inflated(PAIR / name, shape, "bfloat16")
-        for name, shape in (("target", TARGET_SHAPE), ("draft", DRAFT_SHAPE))
+        ensure_inflated(PAIR / name, shape, "bfloat16") for name, shape in (("target", TARGET_SHAPE), ("draft", DRAFT_SHAPE))
     ]
     log(f"inflated models: {time.monotonic() - started_at:.0f} s")
     return tuple(pair)

@@ -17,10 +17,7 @@ from tetris_sglang.runtime.inventory import Symbol, find_missing_symbols
 ROOT = Path(__file__).parents[2]
 RELEASE = f"SGLang {metadata.version('sglang')}"
 FLASHINFER = f"FlashInfer {metadata.version('flashinfer-python')}"
-SCHEDULER = (
-    Path(importlib.util.find_spec("flashinfer").origin).parent
-    / "data/include/flashinfer/attention/scheduler.cuh"
-)
+SCHEDULER = Path(importlib.util.find_spec("flashinfer").origin).parent / "data/include/flashinfer/attention/scheduler.cuh"
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -46,9 +43,7 @@ def test_the_layout_of_flashinfers_plan_is_the_one_that_is_rewritten():
     source = SCHEDULER.read_text()
     body = source[source.index("struct PrefillPlanInfo {") :]
     vector = re.search(r"ToVector\(\) const \{\s*return \{(.*?)\}", body, re.DOTALL).group(1)
-    assert tuple(name.strip() for name in vector.split(",")) == PlanLayout._fields, (
-        f"{FLASHINFER} plans otherwise"
-    )
+    assert tuple(name.strip() for name in vector.split(",")) == PlanLayout._fields, f"{FLASHINFER} plans otherwise"
 
 
 @pytest.mark.parametrize(

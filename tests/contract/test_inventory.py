@@ -96,9 +96,7 @@ def test_every_import_is_in_the_inventory():
     imported = imported_from_sglang()
     assert "sglang.srt.speculative.spec_info.SpeculativeAlgorithm" in imported
     missing = {name for name in imported if not any(f"{entry}.".startswith(f"{name}.") for entry in listed)}
-    assert not missing, (
-        "add these to SYMBOLS in tetris_sglang/runtime/inventory.py, with what is used of them"
-    )
+    assert not missing, "add these to SYMBOLS in tetris_sglang/runtime/inventory.py, with what is used of them"
 
 
 # -- hooks --------------------------------------------------------------------------------------------------------
@@ -138,9 +136,7 @@ def test_a_hook_that_did_not_land_stops_the_worker(monkeypatch):
 
     target = "sglang.srt.server_args.ServerArgs.add_cli_args"
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
-    with pytest.raises(
-        RuntimeError, match=rf"TETRIS cannot start: {target} did not take effect.*tetris-sglang check"
-    ):
+    with pytest.raises(RuntimeError, match=rf"TETRIS cannot start: {target} did not take effect.*tetris-sglang check"):
         inventory.verify_landed()
 
 

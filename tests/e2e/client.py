@@ -37,11 +37,7 @@ class Client:
         """Many requests, `concurrency` in flight; params may hold a list `each` of per-prompt parameters."""
         each = params.pop("each", [{}] * len(prompts))
         with ThreadPoolExecutor(concurrency) as pool:
-            return list(
-                pool.map(
-                    lambda pair: self.generate(pair[0], **(params | pair[1])), zip(prompts, each, strict=True)
-                )
-            )
+            return list(pool.map(lambda pair: self.generate(pair[0], **(params | pair[1])), zip(prompts, each, strict=True)))
 
     def flush_cache(self) -> None:
         for _ in range(50):
@@ -60,9 +56,7 @@ class Client:
     def metric(self, name: str) -> float:
         """Sum of a Prometheus metric over its labels."""
         text = requests.get(self.url + "/metrics", timeout=60).text
-        samples = [
-            s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name
-        ]
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
         assert samples, f"no metric {name}"
         return sum(sample.value for sample in samples)
 

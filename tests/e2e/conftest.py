@@ -180,9 +180,7 @@ class Servers:
             environment["PYTHONPATH"] = os.pathsep.join(folders)
             # SGLang wants to know where ranks run that share a NUMA node. Its own CPU build alone would bind them.
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0|0"
-        return ServerProcess(
-            arguments, self._log_folder / f"{name}.log", environment=environment, start_timeout_s=400
-        )
+        return ServerProcess(arguments, self._log_folder / f"{name}.log", environment=environment, start_timeout_s=400)
 
     @cached_property
     def _mtp_checkpoint(self) -> Path:

@@ -15,9 +15,7 @@ def write_plugin(folder: Path, name: str, body: str) -> dict[str, str]:
     indented = textwrap.indent(textwrap.dedent(body), " " * 4)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.py").write_text(
-        "import sys\n\n\ndef load():\n"
-        '    if "sglang.srt.managers.scheduler" not in sys.modules:\n        return\n'
-        f"{indented}"
+        f'import sys\n\n\ndef load():\n    if "sglang.srt.managers.scheduler" not in sys.modules:\n        return\n{indented}'
     )
     dist_info = folder / f"{name}-0.1.dist-info"
     dist_info.mkdir(exist_ok=True)

@@ -33,11 +33,7 @@ def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plai
             meta = output["meta_info"]
             emitted = 1 + meta["spec_verify_ct"] + meta["spec_num_correct_drafts"]
             assert 48 <= emitted <= 48 + MAX_DRAFTS
-            assert (
-                meta["spec_num_correct_drafts"]
-                <= meta["spec_num_selected_drafts"]
-                <= meta["spec_num_proposed_drafts"]
-            )
+            assert meta["spec_num_correct_drafts"] <= meta["spec_num_selected_drafts"] <= meta["spec_num_proposed_drafts"]
     after = auto.tetris_state()
     step = {key: after[key] - before[key] for key in before}
     assert step["verified_rows"] == step["num_requests"] + step["selected_tokens"]
@@ -61,8 +57,8 @@ def test_it_says_what_it_believes(auto, mixed_prompts):
         assert math.isfinite(state[name]) and state[name] > 0
     # Greedy acceptance of this draft is higher than its own probabilities; calibration has noticed.
     assert state["calibration_error"] < state["calibration_error_raw"]
-    # So has what is learnt of the texts: agreement speaks for a draft, and more than contradiction does. That may have been seen a
-    # few times only: where the text's own token takes the draft's place, nobody contradicts.
+    # So has what is learnt of the texts: agreement speaks for a draft, and more than contradiction does. That may have been
+    # seen a few times only: where the text's own token takes the draft's place, nobody contradicts.
     assert state["agreement_offset"] > max(0, state["contradiction_offset"])
     for name in ("predicted", "measured"):
         assert 0 < auto.metric(f"sglang:tetris_step_time_{name}_seconds") < 60

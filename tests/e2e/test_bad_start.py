@@ -121,9 +121,7 @@ def ends(tmp_path_factory):
         server = ServerProcess(
             [replacements.get(argument, argument) for argument in start.arguments],
             folder / f"{name}.log",
-            environment={
-                key: replacements.get(value, value) for key, value in (start.variables or {}).items()
-            },
+            environment={key: replacements.get(value, value) for key, value in (start.variables or {}).items()},
             entry_point=start.entry_point,
         )
         try:

@@ -1,8 +1,8 @@
 """The draft's KV cache is right after prefix hits, chunked prefill, retraction and resumption.
 
-In the first tests the draft is the target, and all it drafts is verified: every chain must be accepted to its end, and so must the target's
-own chain within every tree. (Rarely a near-tie is decided differently by a pass of another shape.) Sampled ones, too: draft
-and target draw with the same noise.
+In the first tests the draft is the target, and all it drafts is verified: every chain must be accepted to its end, and so
+must the target's own chain within every tree. (Rarely a near-tie is decided differently by a pass of another shape.) Sampled
+ones, too: draft and target draw with the same noise.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def test_retraction_and_resumption_are_exact(plain, perfect, success_rate, mixed
     assert success_rate(before, perfect.tetris_state()) > 0.92
 
 
-def test_every_draft_of_the_model_is_accepted_also_where_chains_went_on(
-    servers, plain, perfect, mixed_prompts, request
-):
+def test_every_draft_of_the_model_is_accepted_also_where_chains_went_on(servers, plain, perfect, mixed_prompts, request):
     """Continued tokens that were accepted have no draft KV until the next step's first pass."""
     if request.node.callspec.params["perfect"] != "perfect":
         pytest.skip("its chains or trees end with the last pass")
@@ -122,9 +120,7 @@ def test_every_sampled_draft_is_accepted(perfect, success_rate, mixed_prompts, r
     written = []
     for _ in range(2):
         before = perfect.tetris_state()
-        outputs = perfect.generate_all(
-            long_prompts, concurrency=3, **params, each=[{}, {}, {"temperature": 0}, {}] * 2
-        )
+        outputs = perfect.generate_all(long_prompts, concurrency=3, **params, each=[{}, {}, {"temperature": 0}, {}] * 2)
         # One near-tie can cost a step's whole chain, and these are few steps.
         assert success_rate(before, perfect.tetris_state()) > 0.95
         written.append(texts(outputs))

@@ -20,18 +20,14 @@ def test_openai_completions_and_chat(plain, featured, mixed_prompts):
     answers = []
     for server in (plain, featured):
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-        completion = client.completions.create(
-            model="default", prompt=mixed_prompts[1], max_tokens=24, temperature=0
-        )
+        completion = client.completions.create(model="default", prompt=mixed_prompts[1], max_tokens=24, temperature=0)
         chat = client.chat.completions.create(
             model="default",
             messages=[{"role": "user", "content": "Explain zip_longest"}],
             max_tokens=24,
             temperature=0,
         )
-        stream = client.completions.create(
-            model="default", prompt=mixed_prompts[2], max_tokens=24, temperature=0, stream=True
-        )
+        stream = client.completions.create(model="default", prompt=mixed_prompts[2], max_tokens=24, temperature=0, stream=True)
         streamed = "".join(chunk.choices[0].text for chunk in stream)
         answers.append((completion.choices[0].text, chat.choices[0].message.content, streamed))
     assert answers[0] == answers[1]
@@ -90,9 +86,7 @@ def test_engine_takes_tetris_arguments(tmp_path, plain, mixed_prompts):
             """
         )
     )
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False
-    )
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False)
     result = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
     assert result, run.stdout[-2000:] + run.stderr[-4000:]
     texts, state = json.loads(result[0][6:])

@@ -19,9 +19,7 @@ def test_greedy_output_equals_no_speculation(plain, tetris, mixed_prompts):
     expected = plain.generate_all(mixed_prompts, each=each)
     actual = tetris.generate_all(mixed_prompts, each=each)
     assert texts(actual) == texts(expected)
-    assert [o["meta_info"]["finish_reason"] for o in actual] == [
-        o["meta_info"]["finish_reason"] for o in expected
-    ]
+    assert [o["meta_info"]["finish_reason"] for o in actual] == [o["meta_info"]["finish_reason"] for o in expected]
     # Speculation really happened.
     assert sum(o["meta_info"].get("spec_num_correct_drafts", 0) for o in actual) > len(mixed_prompts)
 
@@ -31,8 +29,7 @@ def test_drafts_are_accepted(tetris, mixed_prompts, request):
     kind = request.node.callspec.params["tetris"]
     outputs = tetris.generate_all(mixed_prompts[:24], max_new_tokens=32, ignore_eos=True)
     accepted, selected = (
-        sum(output["meta_info"][f"spec_num_{name}_drafts"] for output in outputs)
-        for name in ("correct", "selected")
+        sum(output["meta_info"][f"spec_num_{name}_drafts"] for output in outputs) for name in ("correct", "selected")
     )
     assert accepted > MIN_SUCCESS[kind] * selected
 
@@ -63,9 +60,7 @@ def test_stop_strings(plain, featured, mixed_prompts):
     expected = plain.generate_all(mixed_prompts[:8], each=each, max_new_tokens=64)
     actual = featured.generate_all(mixed_prompts[:8], each=each, max_new_tokens=64)
     assert texts(actual) == texts(expected)
-    assert [o["meta_info"]["finish_reason"] for o in actual] == [
-        o["meta_info"]["finish_reason"] for o in expected
-    ]
+    assert [o["meta_info"]["finish_reason"] for o in actual] == [o["meta_info"]["finish_reason"] for o in expected]
 
 
 def test_parallel_samples(plain, featured, mixed_prompts):
@@ -104,15 +99,11 @@ def test_min_new_tokens(plain, featured, mixed_prompts):
     each = []
     for i, output in enumerate(outputs):
         ids = output["output_ids"]
-        each.append(
-            {"stop_token_ids": [ids[min(2 + i % 3, len(ids) - 1)]], "min_new_tokens": 4 + 3 * (i % 5)}
-        )
+        each.append({"stop_token_ids": [ids[min(2 + i % 3, len(ids) - 1)]], "min_new_tokens": 4 + 3 * (i % 5)})
     expected = plain.generate_all(mixed_prompts[:12], each=each, max_new_tokens=48)
     actual = featured.generate_all(mixed_prompts[:12], each=each, max_new_tokens=48)
     assert texts(actual) == texts(expected)
-    assert all(
-        o["meta_info"]["completion_tokens"] >= p["min_new_tokens"] for o, p in zip(actual, each, strict=True)
-    )
+    assert all(o["meta_info"]["completion_tokens"] >= p["min_new_tokens"] for o, p in zip(actual, each, strict=True))
     # The mask mattered: without it some outputs are shorter.
     unmasked = [{"stop_token_ids": p["stop_token_ids"]} for p in each]
     free = plain.generate_all(mixed_prompts[:12], each=unmasked, max_new_tokens=48)
@@ -129,9 +120,7 @@ def test_logit_bias(plain, featured, mixed_prompts):
 
 def test_regular_expressions(plain, featured, mixed_prompts):
     """Grammar masks follow the drafted tokens; greedy and constrained is still greedy and constrained."""
-    each = [
-        {"regex": regex} for regex in (r"[0-9]{3}-[0-9]{4}", r"(yes|no|maybe)", r"[a-z ]{20}", r"(ab)+c")
-    ] * 2
+    each = [{"regex": regex} for regex in (r"[0-9]{3}-[0-9]{4}", r"(yes|no|maybe)", r"[a-z ]{20}", r"(ab)+c")] * 2
     expected = plain.generate_all(mixed_prompts[:8], each=each, max_new_tokens=40)
     assert texts(featured.generate_all(mixed_prompts[:8], each=each, max_new_tokens=40)) == texts(expected)
 
@@ -199,12 +188,7 @@ def test_counters_agree(overlap, mixed_prompts):
     for output in outputs:
         meta = output["meta_info"]
         assert meta["spec_num_proposed_drafts"] <= NUM_STEPS * meta["spec_verify_ct"]
-        assert (
-            0
-            <= meta["spec_num_correct_drafts"]
-            <= meta["spec_num_selected_drafts"]
-            <= meta["spec_num_proposed_drafts"]
-        )
+        assert 0 <= meta["spec_num_correct_drafts"] <= meta["spec_num_selected_drafts"] <= meta["spec_num_proposed_drafts"]
         # The prefill's token, then per step the accepted drafts and a bonus; the last step may overshoot.
         emitted = 1 + meta["spec_verify_ct"] + meta["spec_num_correct_drafts"]
         assert 32 <= emitted <= 32 + NUM_STEPS
@@ -224,7 +208,5 @@ def test_a_lone_request_drafts_no_deeper_than_the_capacity(overlap, plain, mixed
 def test_selection_differs_between_requests(overlap, mixed_prompts):
     """Selection lives from requests that differ: some are given far more than others."""
     outputs = overlap.generate_all(mixed_prompts[:32], max_new_tokens=48, ignore_eos=True)
-    per_step = [
-        o["meta_info"]["spec_num_selected_drafts"] / o["meta_info"]["spec_verify_ct"] for o in outputs
-    ]
+    per_step = [o["meta_info"]["spec_num_selected_drafts"] / o["meta_info"]["spec_verify_ct"] for o in outputs]
     assert max(per_step) > 1.5 * min(per_step)

@@ -89,9 +89,7 @@ def draw_request(draw: random.Random, prompts: list[str]) -> Drawn:
         prompt = (draw.choice(prompts)[: draw.randint(20, 300)] + " " + prompt)[:700]
     params: dict[str, Any] = {"max_new_tokens": draw.choice([1, 2, 5, 20, 48, 90, 140])}
     if draw.random() < 0.45:
-        filters = draw.choice(
-            [{}, {}, {"top_p": 0.6}, {"top_k": 3}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}]
-        )
+        filters = draw.choice([{}, {}, {"top_p": 0.6}, {"top_k": 3}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}])
         params |= {
             "temperature": draw.choice([0.3, 0.7, 1, 1.5]), "sampling_seed": draw.getrandbits(40), **filters
         }  # fmt: skip
@@ -132,9 +130,7 @@ def write(client: Client, drawn: Drawn, **changed) -> list[int] | None:
     return client.generate(drawn.prompt, **{**drawn.params, **changed})["output_ids"]
 
 
-def write_all(
-    pool: ThreadPoolExecutor, client: Client, drawn: list[Drawn], **changed
-) -> list[list[int] | None]:
+def write_all(pool: ThreadPoolExecutor, client: Client, drawn: list[Drawn], **changed) -> list[list[int] | None]:
     return list(pool.map(lambda request: write(client, request, **changed), drawn))
 
 
@@ -149,9 +145,7 @@ def test_no_text_shows_what_was_drafted(plain, prompts, number, tmp_path):
     kept = [request._replace(delay_s=0) for request in drawn if request.lines_read is None]
     greedy = [request for request in kept if "temperature" not in request.params]
     # The last of a flag counts.
-    process = ServerProcess(
-        [*COMMON, *arguments], tmp_path / "server.log", environment=environment, start_timeout_s=400
-    )
+    process = ServerProcess([*COMMON, *arguments], tmp_path / "server.log", environment=environment, start_timeout_s=400)
     with process as server, ThreadPoolExecutor(20) as pool:
         client = Client(server.url, server.log_path)
         texts = [text for text in write_all(pool, client, drawn) if text is not None]

@@ -1,4 +1,5 @@
-"""Where texts are shared, what one request wrote drafts for the next, unless they are kept apart; what is written is the same."""
+"""Where texts are shared, what one request wrote drafts for the next, unless they are kept apart; what is written is the
+same."""
 
 from pathlib import Path
 

@@ -22,9 +22,7 @@ def test_the_recorded_steps_are_those_that_were_served(servers, tetris, mixed_pr
     assert len(set(trace.steps.tolist())) == state["num_steps"] - state["plain_steps"]
 
     seen: dict[int, list[int]] = {}
-    rows = zip(
-        trace.requests[begun:], trace.selected[begun:], trace.accepted[begun:].sum(axis=1), strict=True
-    )
+    rows = zip(trace.requests[begun:], trace.selected[begun:], trace.accepted[begun:].sum(axis=1), strict=True)
     for number, selected, accepted in rows:
         sums = seen.setdefault(int(number), [0, 0])
         sums[0] += int(selected)
@@ -32,9 +30,7 @@ def test_the_recorded_steps_are_those_that_were_served(servers, tetris, mixed_pr
     assert min(seen) > trace.requests[:begun].max(initial=-1)
     said = [[o["meta_info"][f"spec_num_{kind}_drafts"] for kind in ("selected", "correct")] for o in outputs]
     # A request that was never given a draft may have no row.
-    of_the_file, of_the_requests = (
-        sorted(pair for pair in pairs if pair[0]) for pairs in (seen.values(), said)
-    )
+    of_the_file, of_the_requests = (sorted(pair for pair in pairs if pair[0]) for pairs in (seen.values(), said))
     if "--disable-overlap-schedule" in ARGUMENTS[name]:
         assert of_the_file == of_the_requests
     else:  # a request that has ended may ride in one more step

@@ -48,9 +48,7 @@ def test_aborts_leak_no_slot(tetris, mixed_prompts):
             next(response.iter_lines())
             time.sleep(delay_s)
 
-    threads = [
-        threading.Thread(target=drop, args=(prompt, 0.05 * i)) for i, prompt in enumerate(mixed_prompts[:20])
-    ]
+    threads = [threading.Thread(target=drop, args=(prompt, 0.05 * i)) for i, prompt in enumerate(mixed_prompts[:20])]
     for thread in threads:
         thread.start()
     survivor = tetris.generate(mixed_prompts[21], max_new_tokens=64)["text"]
@@ -59,9 +57,7 @@ def test_aborts_leak_no_slot(tetris, mixed_prompts):
     rids = [f"dropped-{time.time_ns()}-{i}" for i in range(6)]
     pool = [
         threading.Thread(
-            target=lambda rid=rid: tetris.post(
-                "/generate", make_request("def f", max_new_tokens=400, ignore_eos=True, rid=rid)
-            )
+            target=lambda rid=rid: tetris.post("/generate", make_request("def f", max_new_tokens=400, ignore_eos=True, rid=rid))
         )
         for rid in rids
     ]

@@ -17,7 +17,8 @@ from tetris_sglang.tools.server_process import ServerProcess
 
 NUM_TOKENS = 4
 NUM_SAMPLES = 900
-# Of the drafts verified at temperature 1. Their most likely tokens, without the noise, reach 0.13, 0.34, 0.14, 0.12, 0.09 and 0.08.
+# Of the drafts verified at temperature 1. Their most likely tokens, without the noise, reach 0.13, 0.34, 0.14, 0.12, 0.09 and
+# 0.08.
 MIN_SAMPLED_SUCCESS = {
     "overlap": 0.35, "synchronous": 0.42, "tree": 0.25, "eagle": 0.28, "eagle3": 0.14, "mtp": 0.12,
 }  # fmt: skip
@@ -27,9 +28,7 @@ PARAMS = {"temperature": 1.4, "top_k": 4, "top_p": 0.55, "min_p": 0.02}
 
 def filter_probs(logits: torch.Tensor) -> torch.Tensor:
     """SGLang's joint filter (layers/sampler.py): top-p is measured on the unfiltered distribution."""
-    probs, order = torch.softmax(logits.double() / PARAMS["temperature"], dim=-1).sort(
-        dim=-1, descending=True
-    )
+    probs, order = torch.softmax(logits.double() / PARAMS["temperature"], dim=-1).sort(dim=-1, descending=True)
     before = probs.cumsum(-1) - probs
     keep = (torch.arange(probs.shape[-1]) < PARAMS["top_k"]) & (before <= PARAMS["top_p"])
     keep &= probs >= probs[..., :1] * PARAMS["min_p"]
@@ -104,9 +103,7 @@ def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):
     """The same server, with every selected draft accepted by a third plugin, fails the same test."""
     environment = write_plugin(tmp_path, "broken_acceptance", BROKEN_ACCEPTANCE)
     log_path = tmp_path / "broken.log"
-    with ServerProcess(
-        ARGUMENTS["overlap"], log_path, environment=environment, start_timeout_s=400
-    ) as server:
+    with ServerProcess(ARGUMENTS["overlap"], log_path, environment=environment, start_timeout_s=400) as server:
         assert p_value(draw(Client(server.url, log_path), prompt_ids), exact) < 1e-6
 
 
@@ -117,9 +114,7 @@ def test_a_seed_decides_the_text(tetris, mixed_prompts):
     opted_out = [{**params, "custom_params": {"tetris": {"speculate": False}}} for params in seeded]
     accepted = tetris.tetris_state()["accepted_tokens"]
     drafted = tetris.generate_all(prompts, each=seeded, max_new_tokens=48, ignore_eos=True)
-    assert tetris.tetris_state()["accepted_tokens"] > accepted + 10, (
-        "nothing was accepted: nothing was tested"
-    )
+    assert tetris.tetris_state()["accepted_tokens"] > accepted + 10, "nothing was accepted: nothing was tested"
     # In another company, too.
     alone = tetris.generate_all(prompts, concurrency=3, each=opted_out, max_new_tokens=48, ignore_eos=True)
     same = sum(a["output_ids"] == b["output_ids"] for a, b in zip(drafted, alone, strict=True))

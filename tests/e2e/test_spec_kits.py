@@ -50,9 +50,7 @@ LONG = (
 @pytest.fixture
 def answers(plain) -> dict[str, str]:
     """What the kits compare with."""
-    return {
-        prompt: plain.generate(prompt, max_new_tokens=48)["text"] for prompt in SpecParityKit.parity_prompts
-    }
+    return {prompt: plain.generate(prompt, max_new_tokens=48)["text"] for prompt in SpecParityKit.parity_prompts}
 
 
 @pytest.mark.parametrize(
@@ -65,9 +63,7 @@ def answers(plain) -> dict[str, str]:
 )
 def test_upstreams_kit(featured, answers, kit, method, request):
     if method in LONG and request.node.callspec.params["tetris"] not in ("overlap", "tree"):
-        pytest.skip(
-            "it generates for half a minute; chains and trees have it, and test_greedy_parity this draft"
-        )
+        pytest.skip("it generates for half a minute; chains and trees have it, and test_greedy_parity this draft")
     case = kit(method)
     if request.node.callspec.params["tetris"] in SWITCHING:
         # Steps that chance makes plain ones emit one token.

@@ -21,8 +21,7 @@ def test_output_is_that_of_no_speculation(plain, parallel, mixed_prompts, reques
     actual = parallel.generate_all(mixed_prompts[:32], each=each)
     assert texts(actual) == texts(expected)
     correct, selected = (
-        sum(output["meta_info"].get(f"spec_num_{name}_drafts", 0) for output in actual)
-        for name in ("correct", "selected")
+        sum(output["meta_info"].get(f"spec_num_{name}_drafts", 0) for output in actual) for name in ("correct", "selected")
     )
     assert correct > MIN_SUCCESS[request.node.callspec.params["parallel"]] * selected > 0
 

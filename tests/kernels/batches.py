@@ -20,9 +20,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     )
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
-needs_cuda = pytest.mark.skipif(
-    INTERPRETED, reason="needs a CUDA device: the interpreter has no graphs or streams"
-)
+needs_cuda = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device: the interpreter has no graphs or streams")
 
 
 class Batch(NamedTuple):
@@ -67,6 +65,4 @@ def assert_equal(actual: tuple[Tensor | None, ...], expected: tuple[Tensor | Non
         if theirs is None:
             assert ours is None, name
             continue
-        torch.testing.assert_close(
-            ours.cpu(), theirs, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")

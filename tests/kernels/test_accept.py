@@ -10,9 +10,7 @@ from tetris_sglang.packing import accept_rows_reference, pack_rows_reference
 BOTH = pytest.mark.parametrize("accept", [accept_rows, accept_rows_reference])
 
 
-def random_arguments(
-    batch: int, width: int, seed: int, surplus: int = 0, dtype=torch.int64
-) -> list[torch.Tensor]:
+def random_arguments(batch: int, width: int, seed: int, surplus: int = 0, dtype=torch.int64) -> list[torch.Tensor]:
     """target_tokens, qo_indptr, candidates, seq_lens; two thirds of the drafts are the target's own token."""
     case = Batch.random(batch, width, seed, vocab=3, dtype=dtype)
     packed = pack_rows_reference(*case[-1:], *case[:-1], case.num_tokens + surplus)

@@ -15,9 +15,7 @@ from tetris_sglang.kernels.attention_plan import (
 )
 
 
-def make_layout(
-    num_requests: int, num_rows: int, group_size: int, cta_tile_q: int, max_items: int
-) -> PlanLayout:
+def make_layout(num_requests: int, num_rows: int, group_size: int, cta_tile_q: int, max_items: int) -> PlanLayout:
     """Places every array as FlashInfer's PrefillPlanImpl does: in order, aligned to 16 bytes, sized by the captured shape."""
     padded = max(max_items, -(-num_rows * group_size // cta_tile_q) + num_requests - 1)
     offsets, end = {}, 0
@@ -60,12 +58,8 @@ def assert_planned(qo_lens, kv_lens, *, num_rows, group_size, cta_tile_q, max_it
     layout = make_layout(len(qo_lens), num_rows, group_size, cta_tile_q, max_items)
     size = layout.block_valid_mask_offset + layout.padded_batch_size
     workspace = torch.full((size + 64,), 0xAB, dtype=torch.uint8, device=DEVICE)
-    plan_prefill(
-        workspace, layout, indptr(qo_lens), indptr(kv_lens), group_size=group_size, max_items=max_items
-    )
-    expected = plan_prefill_reference(
-        qo_lens, kv_lens, group_size=group_size, cta_tile_q=cta_tile_q, max_items=max_items
-    )
+    plan_prefill(workspace, layout, indptr(qo_lens), indptr(kv_lens), group_size=group_size, max_items=max_items)
+    expected = plan_prefill_reference(qo_lens, kv_lens, group_size=group_size, cta_tile_q=cta_tile_q, max_items=max_items)
     items, padded = len(expected.request_indices), layout.padded_batch_size
     assert items <= padded, "FlashInfer would refuse this batch"
     for name in ("request_indices", "qo_tile_indices", "kv_tile_indices"):

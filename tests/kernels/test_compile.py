@@ -28,9 +28,7 @@ def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def compile_for_hopper(
-    kernel, types: dict[str, str], constants: dict[str, object], num_warps: int = 4
-) -> bytes:
+def compile_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], num_warps: int = 4) -> bytes:
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     assert set(kernel.arg_names) == set(types) | set(constants)
     source = ASTSource(kernel, signature, constants)
@@ -81,9 +79,7 @@ def test_selection_compiles_and_stays_in_registers(batch, max_draft, has_weights
 def test_packing_compiles(batch, width_block):
     pointers = dict.fromkeys(("draft_lens", "req_to_token", "verify_lens", "qo_indptr"), "*i32")
     pointers |= dict.fromkeys(("candidates", "seq_lens", "req_pool_indices"), "*i64")
-    pointers |= dict.fromkeys(
-        ("packed_requests", "packed_columns", "positions", "input_ids", "slots"), "*i64"
-    )
+    pointers |= dict.fromkeys(("packed_requests", "packed_columns", "positions", "input_ids", "slots"), "*i64")
     integers = dict.fromkeys(("batch", "width", "max_context", "num_tokens", "padding_slot"), "i32")
     compile_for_hopper(
         pack_kernel,
@@ -97,9 +93,7 @@ def test_acceptance_compiles(token_type, width_block):
     pointers = dict.fromkeys(("qo_indptr", "num_accepted"), "*i32") | {"packed_tokens": token_type}
     wide = ("candidates", "seq_lens", "bonus_tokens", "last_tokens", "new_seq_lens", "target_tokens")
     pointers |= dict.fromkeys(wide, "*i64")
-    compile_for_hopper(
-        accept_kernel, pointers | {"batch": "i32", "width": "i32"}, {"BLOCK": 16, "WIDTH_BLOCK": width_block}
-    )
+    compile_for_hopper(accept_kernel, pointers | {"batch": "i32", "width": "i32"}, {"BLOCK": 16, "WIDTH_BLOCK": width_block})
 
 
 @pytest.mark.parametrize("num_rows", [2, 64, 1024])

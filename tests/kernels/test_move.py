@@ -8,10 +8,7 @@ from tetris_sglang.kernels.move import LARGEST_NUM_ROWS, move_rows, plan_move
 
 
 def make_buffers(row_bytes: list[int], num_rows: int, generator: torch.Generator) -> list[torch.Tensor]:
-    return [
-        torch.randint(256, (num_rows, width), dtype=torch.uint8, generator=generator).to(DEVICE)
-        for width in row_bytes
-    ]
+    return [torch.randint(256, (num_rows, width), dtype=torch.uint8, generator=generator).to(DEVICE) for width in row_bytes]
 
 
 def move(buffers: list[torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> None:

@@ -66,9 +66,10 @@ def test_draws_as_torch(rows, columns):
 
 
 def test_weights_must_be_float32():
+    rows = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    weights = torch.zeros((2, 3), dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match=r"weights must be \[rows, n\] of torch.float32"):
-        rows = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-        draw(torch.zeros((2, 3), dtype=torch.bfloat16, device=DEVICE), rows, rows)
+        draw(weights, rows, rows)
 
 
 @pytest.mark.parametrize(

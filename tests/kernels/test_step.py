@@ -28,9 +28,7 @@ def run_step(survival: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTok
 def run_step_in_torch(survival: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
     draft_lens = fill_capacity(survival, capacity)
     packed = pack_rows_reference(draft_lens, *case[:-1], NUM_TOKENS)
-    return packed, accept_rows_reference(
-        3 - packed.input_ids, packed.qo_indptr, case.candidates, case.seq_lens
-    )
+    return packed, accept_rows_reference(3 - packed.input_ids, packed.qo_indptr, case.candidates, case.seq_lens)
 
 
 def random_step(seed: int) -> tuple[Tensor, Tensor, Batch]:
@@ -39,9 +37,7 @@ def random_step(seed: int) -> tuple[Tensor, Tensor, Batch]:
     capacity = torch.randint(0, NUM_TOKENS - BATCH + 1, (), generator=generator)
     case = Batch.random(BATCH, WIDTH, seed)
     alternating = 1 + (case.candidates[:, :1] + torch.arange(WIDTH)) % 2  # what the target would say
-    candidates = torch.where(
-        torch.rand(BATCH, WIDTH, generator=generator) < 0.8, alternating, case.candidates
-    )
+    candidates = torch.where(torch.rand(BATCH, WIDTH, generator=generator) < 0.8, alternating, case.candidates)
     return survival, capacity, case._replace(candidates=candidates)
 
 

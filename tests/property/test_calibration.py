@@ -1,4 +1,5 @@
-"""Calibration: identity until it has seen something, monotone, counts what was reached and nothing else, and finds the truth."""
+"""Calibration: identity until it has seen something, monotone, counts what was reached and nothing else, and finds the
+truth."""
 
 import math
 
@@ -100,9 +101,7 @@ def test_what_was_not_reached_does_not_matter(seed):
     for _ in range(8):
         probs, reached, accepted = random_pass(generator, 6)
         one.observe(probs, DEPTHS, reached, accepted)
-        noise = random_probs(generator, 6, DEPTH).where(
-            torch.rand(6, DEPTH, generator=generator) < 0.8, math.nan
-        )
+        noise = random_probs(generator, 6, DEPTH).where(torch.rand(6, DEPTH, generator=generator) < 0.8, math.nan)
         other.observe(probs.where(reached, noise), DEPTHS, reached, accepted)
     one.refresh()
     other.refresh()
@@ -248,9 +247,7 @@ def test_docstring_examples():
     chain = chain_outcomes(torch.tensor([1]), torch.tensor([3]), 4)
     assert chain.reached.tolist() == [[True, True, False, False]]
     assert chain.accepted.tolist() == [[True, False, False, False]]
-    tree = tree_outcomes(
-        torch.tensor([[0, 1, 3]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([[0, 0, 1, 0]])
-    )
+    tree = tree_outcomes(torch.tensor([[0, 1, 3]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([[0, 0, 1, 0]]))
     assert tree.reached.tolist() == [[True, True, False]]
     assert tree.accepted.tolist() == [[True, False, False]]
 
@@ -306,7 +303,7 @@ def run_distorted(passes: int, count_unreached: bool = False, seed: int = 0) -> 
         draft_lens = torch.randint(DEPTH + 1, (64,), generator=generator)
         reached, accepted = chain_outcomes(torch.minimum(num_accepted, draft_lens), draft_lens, DEPTH)
         if count_unreached:
-            reached = DEPTHS <= draft_lens[:, None]
+            reached = draft_lens[:, None] >= DEPTHS
         calibration.observe(probs, DEPTHS, reached, accepted)
     return calibration
 
@@ -362,9 +359,7 @@ def test_monotone_levels_are_the_nearest(seed):
     """Against pooling adjacent violators one after the other."""
     generator = torch.Generator().manual_seed(seed)
     levels = torch.randn(3, 9, generator=generator).cumsum(dim=1).double()
-    weights = (
-        torch.rand(3, 9, generator=generator) * 10 ** torch.randint(4, (3, 9), generator=generator) + 0.1
-    )
+    weights = torch.rand(3, 9, generator=generator) * 10 ** torch.randint(4, (3, 9), generator=generator) + 0.1
     for row, weight, found in zip(levels, weights, _make_monotone(levels, weights.double()), strict=True):
         blocks: list[tuple[float, float, int]] = []
         for value, mass in zip(row.double().tolist(), weight.double().tolist(), strict=True):

@@ -149,9 +149,7 @@ def test_chains_go_on_as_the_match_does_if_they_followed_it(seed, batch, depth, 
                 assert float(proposal.probs[request, place]) == (COPIED_PROB if followed else 0.0)
             # With fewer passes the place would still hold this token if what is copied from the text reaches it.
             reaches = followed if place >= depth else is_stood
-            assert int(needed[request, place]) == (
-                max(0, place + 1 - num_extension) if reaches else place + 1
-            )
+            assert int(needed[request, place]) == (max(0, place + 1 - num_extension) if reaches else place + 1)
 
 
 @given(SEEDS, st.integers(1, 4), st.integers(1, 12))
@@ -164,11 +162,7 @@ def test_texts_go_on_by_themselves_where_there_is_a_match(seed, batch, num_exten
     for request, match_len in enumerate(match.match_lens.tolist()):
         if not match_len:
             assert proposal.evidence[request].tolist() == [NO_EXTENSION] * num_extension
-            assert (
-                proposal.survival[request].tolist()
-                == proposal.probs[request].tolist()
-                == [0.0] * num_extension
-            )
+            assert proposal.survival[request].tolist() == proposal.probs[request].tolist() == [0.0] * num_extension
             continue
         kinds = [FIRST_EXTENSION - 1 + extension_class(match_len + place) for place in range(num_extension)]
         assert read_kinds(proposal, match)[request] == kinds
@@ -228,11 +222,7 @@ def test_a_copied_token_needs_the_better_score(shape):
     grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, SOMETIMES, match)
     for request in range(batch):
         mine, copied = tokens[request].tolist(), int(match.tokens[request, 0])
-        takes = (
-            bool(match.match_lens[request])
-            and copied not in mine
-            and float(probs[request, -1]) < SOMETIMES.copied_score
-        )
+        takes = bool(match.match_lens[request]) and copied not in mine and float(probs[request, -1]) < SOMETIMES.copied_score
         assert grower.frontier_tokens[request].tolist() == ([*mine[:-1], copied] if takes else mine)
     proposal = grower.finish(branches)
     assert torch.equal(
@@ -243,9 +233,7 @@ def test_a_copied_token_needs_the_better_score(shape):
 
 def test_docstring_examples():
     found = Match(torch.tensor([[3, 9, 1]]), torch.tensor([2]))
-    choice = Matcher(found, NEVER).choose(
-        0, torch.tensor([[[3, 4]]]), torch.tensor([[[0.5, 0.3]]]), torch.tensor([[True]])
-    )
+    choice = Matcher(found, NEVER).choose(0, torch.tensor([[[3, 4]]]), torch.tensor([[[0.5, 0.3]]]), torch.tensor([[True]]))
     assert choice.agrees.tolist() == [[True, False]]
 
 
@@ -334,7 +322,5 @@ def test_a_rival_of_that_probability_is_worth_as_much(seed):
     contradicted = whose + torch.randint(FIRST_COPIED, (2, depth), generator=generator)
     copied = whose + torch.randint(FIRST_COPIED, KINDS, (2, depth), generator=generator)
     below = calibrate.find_rival(depths, copied, contradicted)
-    score = calibrate(
-        torch.rand(2, depth, generator=generator), depths, copied
-    )  # whatever stands for its probability
+    score = calibrate(torch.rand(2, depth, generator=generator), depths, copied)  # whatever stands for its probability
     torch.testing.assert_close(calibrate(below, depths, contradicted), score, rtol=1e-3, atol=1e-3)

@@ -61,9 +61,7 @@ class ReferenceTexts:
         found = {}
         for scope, of in (("own", number), ("all", self.spaces[number])):
             places = {self.last.get((scope, of, gram)) for gram in read_grams(text)}
-            shares = [
-                (count_shared(self.texts[place[0]][: place[1]], text), *place) for place in places if place
-            ]
+            shares = [(count_shared(self.texts[place[0]][: place[1]], text), *place) for place in places if place]
             most = max((share[0] for share in shares), default=0)
             found[scope] = [share for share in shares if share[0] == most]
         return found
@@ -97,9 +95,7 @@ class Run:
             self.reference.begin(slot, space)
         tokens = self.draw(self.vocab, self.draw(6)[0] + 1)
         noise = self.draw(self.vocab, 3)  # rejected
-        self.recent.append(
-            torch.tensor([slot]), torch.tensor([[*tokens, *noise]]), torch.tensor([len(tokens)])
-        )
+        self.recent.append(torch.tensor([slot]), torch.tensor([[*tokens, *noise]]), torch.tensor([len(tokens)]))
         self.reference.append(slot, tokens)
 
 
@@ -146,9 +142,7 @@ def test_where_there_is_no_room_tokens_are_still_tokens_and_spaces_apart(seed, n
         assert len(known) == shared
         # Of a match of more than one order's length a part may be a remainder; the order that led there is real.
         order = max(order for order in ORDERS if order <= shared)
-        assert any(
-            text[start : start + order] == known[-order:] for text in readable for start in range(len(text))
-        )
+        assert any(text[start : start + order] == known[-order:] for text in readable for start in range(len(text)))
 
 
 def fill(texts: dict[int, list[int]], spaces: dict[int, int] | None = None) -> RecentTexts:

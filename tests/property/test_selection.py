@@ -145,9 +145,7 @@ def test_more_capacity_never_takes_a_token_away(case):
 @pytest.mark.parametrize(
     "survival, capacity, expected",
     [
-        pytest.param(
-            [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 4, [2, 1, 1], id="all ones: shallow, then low index"
-        ),
+        pytest.param([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 4, [2, 1, 1], id="all ones: shallow, then low index"),
         pytest.param([[0.5, 0.5, 0.5], [0.5, 0.1, 0.1]], 2, [1, 1], id="a tie goes to the shallower token"),
         pytest.param([[0.5, 0.2], [0.5, 0.2], [0.9, 0.2]], 2, [1, 0, 1], id="then to the lower request"),
         pytest.param([[0.0, 0.0], [0.3, 0.0]], 4, [0, 1], id="zeros stay out though capacity is left"),
@@ -185,9 +183,7 @@ def test_upstream_selection_agrees():
             probs = 0.3 + 0.65 * torch.rand(batch, depth, generator=generator)
         else:  # many ties
             probs = torch.randint(0, 4, (batch, depth), generator=generator) / 3
-        cfg = SimpleNamespace(
-            min_verify_len=1, survival_eps=2.0**-149, resolved_max_verify_len=lambda depth=depth: depth + 1
-        )
+        cfg = SimpleNamespace(min_verify_len=1, survival_eps=2.0**-149, resolved_max_verify_len=lambda depth=depth: depth + 1)
         survival = survival_from_probs(probs)
         for capacity in (0, 1, batch, 2 * batch, batch * depth + 1):
             verify_lens = ScheduleVerifyLensTopk.execute(confidence=probs, budget=capacity, cfg=cfg)
@@ -275,10 +271,7 @@ def test_random_uses_the_capacity_within_the_caps():
     caps = torch.tensor([0, 1, 6, 3])
     totals = torch.zeros(4)
     for seed in range(300):
-        draws = [
-            select_random(torch.zeros(4, 6), 5, caps, generator=torch.Generator().manual_seed(seed))
-            for _ in range(2)
-        ]
+        draws = [select_random(torch.zeros(4, 6), 5, caps, generator=torch.Generator().manual_seed(seed)) for _ in range(2)]
         assert draws[0].tolist() == draws[1].tolist()
         assert int(draws[0].sum()) == 5 and (draws[0] <= caps).all()
         totals += draws[0]
@@ -288,9 +281,7 @@ def test_random_uses_the_capacity_within_the_caps():
 def test_random_shares_follow_the_hypergeometric_law():
     """N = 32 shuffled tokens, n = 10 taken, K = 4 in a chain: mean nK/N, variance nK/N (1-K/N) (N-n)/(N-1)."""
     generator = torch.Generator().manual_seed(0)
-    shares = torch.stack(
-        [select_random(torch.zeros(8, 4), 10, generator=generator) for _ in range(2000)]
-    ).double()
+    shares = torch.stack([select_random(torch.zeros(8, 4), 10, generator=generator) for _ in range(2000)]).double()
     variance = 10 * (4 / 32) * (28 / 32) * (22 / 31)
     standard_error = math.sqrt(variance / 2000)
     assert (shares.mean(dim=0) - 10 / 8).abs().max() < 5 * standard_error
@@ -334,9 +325,7 @@ def test_bad_input_is_named():
         select_prefixes(survival, 1, torch.tensor([1]))
     with pytest.raises(ValueError, match=r"draft_probs must be \[batch, max_draft\]"):
         survival_from_probs(torch.ones(3))
-    with pytest.raises(
-        ValueError, match="unknown selector 'triton'; choose one of tetris, reference, uniform, random"
-    ):
+    with pytest.raises(ValueError, match="unknown selector 'triton'; choose one of tetris, reference, uniform, random"):
         get_selector("triton")
 
 

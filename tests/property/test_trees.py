@@ -81,9 +81,7 @@ def test_growing_copies_nothing_to_the_device(branches):
             torch.tensor([1, 2])
 
 
-SHAPES = st.tuples(
-    st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 4), st.integers(1, 4), st.booleans()
-)
+SHAPES = st.tuples(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 4), st.integers(1, 4), st.booleans())
 
 
 @given(SHAPES)
@@ -102,16 +100,12 @@ def test_every_node_is_a_path_of_what_was_drafted(shape):
                 # The frontier's rows name the parents' rows; the tokens say which child of it stands there.
                 rows = [
                     next(node for node in children if node[0][-1] == token and node[2] == row)[:2]
-                    for token, row in zip(
-                        frontier_tokens[request].tolist(), frontier_rows[request].tolist(), strict=True
-                    )
+                    for token, row in zip(frontier_tokens[request].tolist(), frontier_rows[request].tolist(), strict=True)
                 ]
             children = [
                 ((*path, token), survival * prob, row)
                 for row, (path, survival) in enumerate(rows)
-                for token, prob in zip(
-                    tokens[request, row].tolist(), probs[request, row].tolist(), strict=True
-                )
+                for token, prob in zip(tokens[request, row].tolist(), probs[request, row].tolist(), strict=True)
             ]
             drafted += [child[:2] for child in children]
         nodes = []
@@ -132,9 +126,7 @@ def test_every_node_is_a_path_of_what_was_drafted(shape):
 def test_the_frontier_is_each_levels_most_likely(shape):
     seed, batch, branches, depth, tied = shape
     generator = torch.Generator().manual_seed(seed)
-    grower = TreeGrower(
-        random_tokens(generator, batch, branches), random_probs(generator, batch, branches, tied=tied)
-    )
+    grower = TreeGrower(random_tokens(generator, batch, branches), random_probs(generator, batch, branches, tied=tied))
     survival = grower._frontier_survival
     for _ in range(depth - 1):
         tokens = random_tokens(generator, batch, branches, branches)
@@ -164,9 +156,7 @@ def test_selection_takes_parents_first_and_is_optimal(shape, capacity):
     seed, _, _, _, tied = shape
     proposal, *_ = grow(seed, 2, 2, 2, 5, tied)
     draft_lens = select_prefixes(proposal.survival, capacity).tolist()
-    chosen = sum(
-        proposal.survival[request, :length].double().sum().item() for request, length in enumerate(draft_lens)
-    )
+    chosen = sum(proposal.survival[request, :length].double().sum().item() for request, length in enumerate(draft_lens))
     best = 0.0
     nodes = [(request, column) for request in range(2) for column in range(1, 6)]
     for subset in product((False, True), repeat=len(nodes)):
@@ -218,8 +208,7 @@ def test_acceptance_is_the_walk_down(shape, max_nodes, seed):
             matching = [
                 column
                 for column in range(1, int(draft_lens[request]) + 1)
-                if int(grid.shape.parents[request, column]) == at
-                and int(tokens[request, column]) == int(draws[request, at])
+                if int(grid.shape.parents[request, column]) == at and int(tokens[request, column]) == int(draws[request, at])
             ]
             if not matching:
                 break

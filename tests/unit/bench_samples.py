@@ -8,9 +8,7 @@ from tetris_sglang.tools.bench.settings import QUICK, build_settings
 from tetris_sglang.tools.prompts import Prompt
 
 OPTIONS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(bench).parameters.items()
-    if name not in _NO_SETTINGS
+    name: parameter.default for name, parameter in inspect.signature(bench).parameters.items() if name not in _NO_SETTINGS
 } | {"draft_paths": (), "concurrency": "1,16", "live_servers": 3, "phase_times": True}
 
 
@@ -20,9 +18,7 @@ def make_settings(**options):
 
 
 def make_prompts(kind, count=100):
-    return [
-        Prompt(f"{kind}/{i}", kind, f"{kind} {i}: why is it so, and since when?", "") for i in range(count)
-    ]
+    return [Prompt(f"{kind}/{i}", kind, f"{kind} {i}: why is it so, and since when?", "") for i in range(count)]
 
 
 def fake_prompts(monkeypatch, too_long=()):

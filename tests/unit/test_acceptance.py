@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from tetris_sglang.acceptance import accept_chain
 
-
 ROOT = 99
 
 
@@ -25,9 +24,7 @@ def accept_one(candidates: list[int], target_tokens: list[int], draft_len: int) 
         pytest.param([1, 2, 3], [1, 2, 3, 4], 3, (3, 4), id="all accepted: bonus after the last draft"),
         pytest.param([1, 2, 3], [1, 9, 3, 4], 3, (1, 9), id="a later match does not count"),
         pytest.param([1, 2, 3], [8, 2, 3, 4], 3, (0, 8), id="first draft rejected"),
-        pytest.param(
-            [1, 2, 3], [1, 2, 3, 4], 1, (1, 2), id="unselected drafts do not count, though they match"
-        ),
+        pytest.param([1, 2, 3], [1, 2, 3, 4], 1, (1, 2), id="unselected drafts do not count, though they match"),
         pytest.param([1, 2, 3], [1, 2, 3, 4], 0, (0, 1), id="no drafts selected: the bonus alone"),
         pytest.param([1, 1, 1], [1, 1, 1, 1], 2, (2, 1), id="repeated tokens"),
     ],

@@ -166,9 +166,7 @@ GIVEN = {
 @pytest.mark.parametrize("item", UNSUPPORTED, ids=lambda item: item.argument)
 def test_unsupported_arguments_are_refused_by_name(make_args, item):
     value = GIVEN.get(item.argument, True)
-    assert_refused(
-        make_args(**{item.argument: value}), item.flag, repr(value), item.reason, "Remove that flag"
-    )
+    assert_refused(make_args(**{item.argument: value}), item.flag, repr(value), item.reason, "Remove that flag")
 
 
 def test_what_the_readme_lists_is_refused():
@@ -207,9 +205,7 @@ def test_positions_of_several_dimensions_are_refused(make_args, write_config):
 
 def test_a_good_pair_is_accepted(make_args):
     validate_server_args(make_args())
-    validate_server_args(
-        make_args(speculative_num_steps=5, speculative_num_draft_tokens=6, speculative_eagle_topk=1)
-    )
+    validate_server_args(make_args(speculative_num_steps=5, speculative_num_draft_tokens=6, speculative_eagle_topk=1))
     validate_server_args(make_args(tp_size=2))
 
 
@@ -282,9 +278,7 @@ def test_a_plan_that_nothing_would_follow_is_refused(make_args, monkeypatch, dev
 
 @pytest.mark.parametrize("num_steps", [0, -1, 1000])
 def test_number_of_steps(make_args, num_steps):
-    assert_refused(
-        make_args(speculative_num_steps=num_steps), f"--speculative-num-steps={num_steps}", "between 1 and"
-    )
+    assert_refused(make_args(speculative_num_steps=num_steps), f"--speculative-num-steps={num_steps}", "between 1 and")
 
 
 @pytest.mark.parametrize("num_steps, num_draft_tokens", [(4, 4), (4, 1), (4, 66), (None, 5)])
@@ -299,9 +293,7 @@ def test_chains_that_continue_the_text_need_a_model_and_calibration(make_args, e
     environment["SGLANG_TETRIS_CALIBRATION"] = "false"
     assert_refused(args, "--speculative-num-draft-tokens 11", "--speculative-tetris-calibration is off")
     del environment["SGLANG_TETRIS_CALIBRATION"]
-    args = make_args(
-        speculative_draft_model_path=None, speculative_num_steps=4, speculative_num_draft_tokens=11
-    )
+    args = make_args(speculative_draft_model_path=None, speculative_num_steps=4, speculative_num_draft_tokens=11)
     assert_refused(args, "--speculative-num-draft-tokens 11", "Give --speculative-num-steps 10")
 
 
@@ -312,12 +304,8 @@ def test_number_of_branches(make_args, topk):
 
 @pytest.mark.parametrize("num_draft_tokens", [3, 24])
 def test_number_of_nodes_that_no_tree_has(make_args, num_draft_tokens):
-    args = make_args(
-        speculative_num_steps=3, speculative_eagle_topk=3, speculative_num_draft_tokens=num_draft_tokens
-    )
-    assert_refused(
-        args, f"--speculative-num-draft-tokens {num_draft_tokens}", "at least 4 and at most 22 tokens"
-    )
+    args = make_args(speculative_num_steps=3, speculative_eagle_topk=3, speculative_num_draft_tokens=num_draft_tokens)
+    assert_refused(args, f"--speculative-num-draft-tokens {num_draft_tokens}", "at least 4 and at most 22 tokens")
 
 
 def test_trees_need_a_model(make_args):
@@ -409,9 +397,7 @@ def test_layers_of_the_target_need_not_be_used(make_args, write_config, environm
 
 def test_a_head_of_another_target(make_args, write_config):
     draft = write_config("head", architectures=["LlamaForCausalLMEagle"], hidden_size=96)
-    assert_refused(
-        make_args(speculative_draft_model_path=draft), f"--speculative-draft-model-path {draft}", "96", "64"
-    )
+    assert_refused(make_args(speculative_draft_model_path=draft), f"--speculative-draft-model-path {draft}", "96", "64")
 
 
 def test_a_token_map_without_an_eagle_head(make_args):
@@ -462,9 +448,7 @@ def test_architectures_without_full_attention(make_args, write_config, argument,
     fields, reason = ARCHITECTURES[name]
     path = write_config(name, **fields)
     flag = "--" + argument.replace("_", "-")
-    assert_refused(
-        make_args(**{argument: path}), f"{flag} {path}", reason, "not supported by TETRIS yet", "another"
-    )
+    assert_refused(make_args(**{argument: path}), f"{flag} {path}", reason, "not supported by TETRIS yet", "another")
 
 
 @pytest.mark.parametrize(
@@ -530,9 +514,7 @@ def test_chains_go_on_by_default_where_the_capacity_sets_itself(
         ({}, {"CAPACITY_PER_REQUEST": "3"}, (6, 7)),
     ],
 )
-def test_n_grams_draft_as_many_tokens_as_chains_that_go_on(
-    plugins, make_args, monkeypatch, given, settings, expected
-):
+def test_n_grams_draft_as_many_tokens_as_chains_that_go_on(plugins, make_args, monkeypatch, given, settings, expected):
     from sglang.srt.arg_groups.overrides import resolving_view
 
     for name, value in settings.items():

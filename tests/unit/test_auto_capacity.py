@@ -32,12 +32,9 @@ NUM_STEPS = 6
 LIMITS = DraftLimits(range(1, NUM_STEPS + 1), lambda depth: depth)
 # A target whose pass is bound by memory up to some 32 rows, and a draft of a tenth of its cost.
 SEED = PassTimes(
-    target_s={
-        rows: 0.020 + 0.0005 * max(0, rows - 32) + 0.0001 * rows
-        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    },
-    window_s={batch: 0.0022 for batch in (1, 4, 16, 64)},
-    branch_s={batch: 0.0020 for batch in (1, 4, 16, 64)},
+    target_s={rows: 0.020 + 0.0005 * max(0, rows - 32) + 0.0001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)},
+    window_s=dict.fromkeys((1, 4, 16, 64), 0.0022),
+    branch_s=dict.fromkeys((1, 4, 16, 64), 0.002),
 )
 
 
@@ -105,8 +102,8 @@ class Fixed:
 # As timed while another process was busy: rows and passes far too dear.
 CONTENDED = PassTimes(
     target_s={rows: 0.020 + 0.003 * rows for rows in SEED.target_s},
-    window_s={batch: 0.009 for batch in SEED.window_s},
-    branch_s={batch: 0.006 for batch in SEED.branch_s},
+    window_s=dict.fromkeys(SEED.window_s, 0.009),
+    branch_s=dict.fromkeys(SEED.branch_s, 0.006),
 )
 
 
@@ -131,11 +128,7 @@ def best_fixed(draft_quality: float, batch_size: int) -> float:
     plans = [StepPlan(0, 0)]
     for depth in range(1, NUM_STEPS + 1):
         plans += [StepPlan(depth, round(c * batch_size)) for c in (0.5, 1, 2, 3, 4, 5, 6) if c <= depth]
-    return max(
-        speed_of(draft_quality, batch_size, plan)
-        for plan in plans
-        if (plan.depth > 0) == (plan.capacity_tokens > 0)
-    )
+    return max(speed_of(draft_quality, batch_size, plan) for plan in plans if (plan.depth > 0) == (plan.capacity_tokens > 0))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
@@ -267,9 +260,7 @@ def test_a_draft_that_is_better_than_it_believes_is_found_beside_good_texts(batc
             curves = measure_curves(survival, passes, plan.depth, shares).numpy()
             expected = policy.curves.observe(curves, batch_size, plan.capacity_tokens)
             lens = select_prefixes(survival, plan.capacity_tokens)
-            is_right = ((passes <= plan.depth) & (places <= lens[:, None])).float() * (
-                0.95 if plan.depth == 0 else 1
-            )
+            is_right = ((passes <= plan.depth) & (places <= lens[:, None])).float() * (0.95 if plan.depth == 0 else 1)
             policy.confirm(plan.depth, batch_size, expected, round(float(is_right.cumprod(dim=1).sum())))
         policy.step_times.observe(shape, server.seconds(batch_size, plan))
     # How deep is for calibration to find.
@@ -338,9 +329,7 @@ def test_curves_of_trees_count_nodes_by_their_own_depth():
     survival = torch.tensor([[0.7, 0.5, 0.2, 0.1]])
     depths = torch.tensor([[1, 2, 1, 3]])
     curves = measure_curves(survival, depths, 3, torch.tensor([1.0, 2.0, 4.0]))
-    assert torch.allclose(
-        curves, torch.tensor([[0, 0, 0], [0.7, 0.9, 0.9], [0.7, 1.2, 1.4], [0.7, 1.2, 1.5]])
-    )
+    assert torch.allclose(curves, torch.tensor([[0, 0, 0], [0.7, 0.9, 0.9], [0.7, 1.2, 1.4], [0.7, 1.2, 1.5]]))
 
 
 def test_a_shallow_step_says_little_about_deep_ones():
@@ -439,9 +428,7 @@ def test_fair_capacity_follows_the_tokens_that_count():
     counted = []
     for weights in (torch.tensor([0.25, 0.25]), None, torch.tensor([1.0, 1.0])):
         policy = make_auto()
-        planner = StepPlanner(
-            policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks()
-        )
+        planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
         planner.after_draft(proposal, planner.plan(batch), weights)
         planner.plan(batch)
         counted.append(policy.curves.accepted(np.array([NUM_STEPS]), np.array([1.0])).item())
@@ -449,9 +436,7 @@ def test_fair_capacity_follows_the_tokens_that_count():
     assert counted[0] == pytest.approx(counted[1] / 4)
 
 
-@pytest.mark.parametrize(
-    "known, lens, expected", [(700, None, 700), (None, [300, 400], 700), (None, None, 0)]
-)
+@pytest.mark.parametrize("known, lens, expected", [(700, None, 700), (None, [300, 400], 700), (None, None, 0)])
 def test_context_is_counted_also_when_requests_have_just_left(known, lens, expected):
     """SGLang forgets the sum of the lengths whenever requests leave or join."""
     policy = AutoCapacity(

@@ -161,9 +161,7 @@ def test_the_same_drafts_are_verified_in_full_once_per_depth():
 
 
 def test_in_full_every_node_of_a_tree_is_verified():
-    settings = make_settings(
-        arms="none,full", k="6", extra="4", num_steps=3, drafts="eagle", topk="2", capacity_tokens="none"
-    )
+    settings = make_settings(arms="none,full", k="6", extra="4", num_steps=3, drafts="eagle", topk="2", capacity_tokens="none")
     (_, arm) = settings.build_arms()
     flags = arm.flags("head", phase_times=False)
     given = dict(zip(flags[::2], flags[1::2], strict=True))
@@ -290,9 +288,7 @@ def test_equal_lengths_go_past_the_end_of_an_answer(plugins, tmp_path):
 def test_no_run_asks_a_prompt_twice(monkeypatch):
     fake_prompts(monkeypatch)
     few = {"workload": "questions", "concurrency": "1,16"}
-    with pytest.raises(
-        ValueError, match="--workload questions: a run of 64 prompts .* its 48 twice.* --waves"
-    ):
+    with pytest.raises(ValueError, match="--workload questions: a run of 64 prompts .* its 48 twice.* --waves"):
         find_workload(make_settings(**few))
     assert len({p.id for p in find_workload(make_settings(**few, waves=3)).take(48, 1)}) == 48
     # The shorter ones come again in a mixture, but not within a run.
@@ -414,9 +410,7 @@ def test_chats_are_sent_with_their_parameters_and_counted_by_what_was_written(pl
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        arguments = bench_serving_arguments(
-            url, dataset, settings, settings.loads[0], 0.7, 0, tmp_path / "out"
-        )
+        arguments = bench_serving_arguments(url, dataset, settings, settings.loads[0], 0.7, 0, tmp_path / "out")
         result = run_bench_serving(arguments)
         server.shutdown()
     assert result["output_lens"] == [2] * 8 and result["total_output_tokens"] == 16
@@ -437,9 +431,7 @@ def test_automatic_arms_with_chains_that_go_on_from_the_text():
         make_settings(extension="-1")
 
 
-@pytest.mark.parametrize(
-    "num_steps, name", [(4, "auto eagle3 D=4+4"), (63, "auto eagle3 D=63+1"), (64, "auto eagle3 D=64")]
-)
+@pytest.mark.parametrize("num_steps, name", [(4, "auto eagle3 D=4+4"), (63, "auto eagle3 D=63+1"), (64, "auto eagle3 D=64")])
 def test_automatic_chains_go_on_as_a_server_does_by_itself(num_steps, name):
     settings = make_settings(arms="auto", num_steps=num_steps)
     assert [arm.name for arm in settings.build_arms() if arm.family == "auto"] == [name]

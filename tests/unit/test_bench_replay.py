@@ -61,6 +61,4 @@ def test_the_report_says_what_was_found():
     assert len(shares) == 2
     for rule in RULES:
         figures = result.find(rule, 0.5)
-        assert re.search(
-            rf"^\| {rule} \| {figures.success_rate:.3f} \({figures.oracle_share:.0%}\) \|", text, re.MULTILINE
-        )
+        assert re.search(rf"^\| {rule} \| {figures.success_rate:.3f} \({figures.oracle_share:.0%}\) \|", text, re.MULTILINE)

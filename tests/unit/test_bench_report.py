@@ -55,9 +55,7 @@ def results():
 
 
 def cell_of(results, arm, concurrency):
-    (found,) = [
-        c for c in report.build_cells(results["samples"]) if (c.arm, c.load) == (arm, Load(concurrency))
-    ]
+    (found,) = [c for c in report.build_cells(results["samples"]) if (c.arm, c.load) == (arm, Load(concurrency))]
     return found
 
 
@@ -65,9 +63,9 @@ def cell_of(results, arm, concurrency):
 
 
 def test_a_ratio_is_taken_within_its_round_and_not_over_medians(results):
-    assert report.pair_ratios(
-        results["samples"], "tetris k=4+2", lambda s: s["output_tokens_per_s"]
-    ) == pytest.approx([1.5, 1.6, 0.8, 0.9])
+    assert report.pair_ratios(results["samples"], "tetris k=4+2", lambda s: s["output_tokens_per_s"]) == pytest.approx(
+        [1.5, 1.6, 0.8, 0.9]
+    )
 
 
 def test_samples_without_a_reference_in_their_round_do_not_count():
@@ -129,10 +127,7 @@ def verdicts_of(results):
 def test_verdicts_name_the_cells_that_fail(results):
     success, against_sglang, against_none, identical = verdicts_of(results).values()
     assert success.holds and success.detail == "in the one cell"  # concurrency 1 has no capacity to share
-    assert (
-        not against_sglang.holds
-        and against_sglang.detail == "tetris k=4+2 at concurrency 16: 0.85 against 0.90"
-    )
+    assert not against_sglang.holds and against_sglang.detail == "tetris k=4+2 at concurrency 16: 0.85 against 0.90"
     assert not against_none.holds and against_none.detail == "tetris k=4+2 at concurrency 16: 0.85"
     assert identical.holds
 
@@ -181,16 +176,12 @@ def test_markdown_holds_provenance_tables_and_what_was_unavailable(results):
     assert widths == {header.count("|")}
     # Not measured in these samples.
     assert "steady" not in header
-    assert (
-        "target `SmolLM2-135M-Instruct`, float32, sharegpt prompts, at most 32 to 160 output tokens" in text
-    )
+    assert "target `SmolLM2-135M-Instruct`, float32, sharegpt prompts, at most 32 to 160 output tokens" in text
 
 
 def test_the_steady_part_has_a_column_of_its_own(results):
     for sample in results["samples"]:
-        sample["steady_tokens_per_s"] = sample["output_tokens_per_s"] * (
-            1.1 if "tetris" in sample["arm"] else 1.0
-        )
+        sample["steady_tokens_per_s"] = sample["output_tokens_per_s"] * (1.1 if "tetris" in sample["arm"] else 1.0)
     text = report.render_markdown(results)
     assert "| arm | output tok/s, ratio | steady, ratio |" in text
     assert "| tetris k=4+2 | 1.55 (1.50..1.60) | 1.71 (1.65..1.76) |" in text and "| none | 1 | 1 |" in text
@@ -204,10 +195,7 @@ def test_latencies_are_milliseconds_beside_their_ratio(results):
     assert str(latencies["ttft_p50"]) == "10 (1.00)" and str(report.Latency(1234.5, 0.5)) == "1234 (0.50)"
     text = report.render_markdown(results)
     assert "| arm | TTFT p50 | TTFT p99 | TPOT p50 | TPOT p99 | E2E p50 | E2E p99 |" in text
-    assert (
-        "| tetris k=4+2 | 10 (1.00) | 20 (1.00) | 1.74 (1.18) | 3.47 (1.18) | 17.4 (1.18) | 34.7 (1.18) |"
-        in text
-    )
+    assert "| tetris k=4+2 | 10 (1.00) | 20 (1.00) | 1.74 (1.18) | 3.47 (1.18) | 17.4 (1.18) | 34.7 (1.18) |" in text
 
 
 def test_speed_per_user_and_what_the_cache_held(results):
@@ -231,9 +219,7 @@ def test_the_best_k_has_a_row_of_its_own(results):
     results["arms"]["EAGLE3 k=2"] = {"family": "sglang", "k": 2, "extra": 0}
     for sample in [s for s in results["samples"] if s["arm"] == "EAGLE3 k=4"]:
         gain = 1.5 if sample["concurrency"] == 1 else 0.5
-        results["samples"].append(
-            sample | {"arm": "EAGLE3 k=2", "output_tokens_per_s": gain * sample["output_tokens_per_s"]}
-        )
+        results["samples"].append(sample | {"arm": "EAGLE3 k=2", "output_tokens_per_s": gain * sample["output_tokens_per_s"]})
     text = report.render_markdown(results)
     at_1, at_16 = text.split("## Temperature")[1:3]
     assert "| best of EAGLE3: k=2 | 1.35 (1.35..1.35) |" in at_1
@@ -248,9 +234,7 @@ def test_tetris_is_held_against_the_same_drafts_verified_in_full(results):
     for k, tokens_per_s in ((6, 90), (5, 10)):
         results["arms"][f"full D={k}"] = {"family": "full", "k": k}
         for repeat in (0, 1):
-            results["samples"].append(
-                make_sample(f"full D={k}", tokens_per_s=tokens_per_s, concurrency=16, repeat=repeat)
-            )
+            results["samples"].append(make_sample(f"full D={k}", tokens_per_s=tokens_per_s, concurrency=16, repeat=repeat))
     verdict = verdicts_of(results)["throughput at least that of the same drafts verified in full"]
     assert not verdict.holds and verdict.detail == "tetris k=4+2 at concurrency 16: 0.85 against 1.35"
 
@@ -258,8 +242,7 @@ def test_tetris_is_held_against_the_same_drafts_verified_in_full(results):
 def test_poisson_arrivals_are_cells_of_their_own(results):
     for rate in (4.0, 0.5):
         results["samples"] += [
-            make_sample(arm, tokens_per_s=rate, concurrency=None, request_rate=rate)
-            for arm in ("none", "tetris k=4+2")
+            make_sample(arm, tokens_per_s=rate, concurrency=None, request_rate=rate) for arm in ("none", "tetris k=4+2")
         ]
     cells = report.build_cells(results["samples"])
     assert [str(c.load) for c in cells if c.arm == "none"] == [
@@ -367,10 +350,7 @@ def test_goals_of_the_automatic_capacity():
 
 
 def judge_throughput(ratios: dict[str, float], arms: dict[str, dict]) -> dict[str, report.Verdict]:
-    samples = [
-        make_sample(arm, tokens_per_s=100 * ratio, concurrency=4)
-        for arm, ratio in {"none": 1.0, **ratios}.items()
-    ]
+    samples = [make_sample(arm, tokens_per_s=100 * ratio, concurrency=4) for arm, ratio in {"none": 1.0, **ratios}.items()]
     cells = report.build_cells(samples)
     return {v.expectation: v for v in report.judge(cells, {"none": {"family": "none"}} | arms)}
 
@@ -408,9 +388,7 @@ def test_of_many_cells_that_fail_the_worst_are_named():
     arms |= {f"EAGLE3 k={k}": {"family": "sglang", "k": k} for k in range(1, 6)}
     ratios |= {f"EAGLE3 k={k}": 1.0 for k in range(1, 6)}
     verdict = judge_throughput(ratios, arms)["throughput at least that of SGLang's own at equal k"]
-    named = "; ".join(
-        f"tetris k={k}+1 at concurrency 4: {1 - 0.1 * k:.2f} against 1.00" for k in (5, 4, 3, 2)
-    )
+    named = "; ".join(f"tetris k={k}+1 at concurrency 4: {1 - 0.1 * k:.2f} against 1.00" for k in (5, 4, 3, 2))
     assert verdict.detail == f"in 5 of 5 cells, the worst: {named}"
 
 
@@ -419,5 +397,5 @@ def test_an_interrupted_run_says_what_it_did_not_come_to(results):
     results["unavailable"] = {"adaptive eagle": "needs a GPU"}
     left = results["arms"].keys() - {sample["arm"] for sample in results["samples"]}
     assert left
-    expected = {arm: "the run ended before it" for arm in left} | results["unavailable"]
+    expected = dict.fromkeys(left, "the run ended before it") | results["unavailable"]
     assert report.find_unmeasured(results) == expected

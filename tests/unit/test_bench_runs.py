@@ -78,9 +78,7 @@ def test_resume_refuses_other_settings(interrupted):
 def test_resume_refuses_another_machine(interrupted, monkeypatch):
     path, settings, arms = interrupted
     provenance = json.loads(path.read_text())["provenance"]
-    monkeypatch.setattr(
-        results, "collect_provenance", lambda: provenance | {"cpu": "another", "commit": "later"}
-    )
+    monkeypatch.setattr(results, "collect_provenance", lambda: provenance | {"cpu": "another", "commit": "later"})
     there = re.escape(f"was measured with cpu={provenance['cpu']!r}, which is not so here")
     with pytest.raises(ValueError, match=there):
         ResultsFile(path, settings, arms, resume=True)
@@ -399,9 +397,7 @@ def test_the_useless_draft_is_as_sure_as_the_head_and_wrong(shipped, tmp_path):
     mine, theirs = load_file(useless / "model.safetensors"), load_file(HEAD / "model.safetensors")
     rows, before = mine.pop("lm_head.weight"), theirs.pop("lm_head.weight")
     # The same rows, nearly all of them elsewhere; and nothing else changes, the vocabulary's maps included.
-    assert sorted(rows.tolist()) == sorted(before.tolist()) and (rows == before).all(1).sum() < 0.02 * len(
-        rows
-    )
+    assert sorted(rows.tolist()) == sorted(before.tolist()) and (rows == before).all(1).sum() < 0.02 * len(rows)
     assert mine.keys() == theirs.keys() and all((mine[name] == theirs[name]).all() for name in mine)
     assert (useless / "config.json").read_text() == (HEAD / "config.json").read_text()
 
@@ -436,9 +432,7 @@ def test_steps_are_recorded_on_a_server_of_their_own(tmp_path, monkeypatch):
     assert arm.name == "tetris eagle3 k=2+1" and trace.header["num_nodes"] == 3
     with pytest.raises(ValueError, match="with an arm of tetris"):
         runner.record_steps(settings.build_arms()[:1], models, settings, PROMPTS, tmp_path)
-    monkeypatch.setattr(
-        recorder, "failures", {"tetris eagle3 k=2+1": ServerFailed("error: unrecognized arguments")}
-    )
+    monkeypatch.setattr(recorder, "failures", {"tetris eagle3 k=2+1": ServerFailed("error: unrecognized arguments")})
     with pytest.raises(servers.RunFailed, match="unrecognized arguments"):
         runner.record_steps(settings.build_arms(), models, settings, PROMPTS, tmp_path)
 
@@ -471,9 +465,7 @@ def test_the_reason_of_a_failed_start_is_its_last_error():
     assert servers.last_words(log) == "RuntimeError: no such backend"
     assert servers.last_words("no answer after 600 s.\nINFO last") == "INFO last"
     trace = 'File "/a/b/first.py", line 1, in run\n  x()\nFile "/a/b/backend.py", line 23, in init_graph\n  raise\n'
-    assert servers.last_words(trace + "NotImplementedError\nbye") == (
-        "NotImplementedError in init_graph (backend.py:23)"
-    )
+    assert servers.last_words(trace + "NotImplementedError\nbye") == ("NotImplementedError in init_graph (backend.py:23)")
     assert servers.last_words("NotImplementedError") == "NotImplementedError"
 
 

@@ -47,9 +47,7 @@ def load(name: str) -> list[Request]:
         if name.startswith("ngram"):
             evidence = torch.zeros(probs.shape, dtype=torch.int64)
         lens = np.diff(arrays[f"{name}_starts"]).tolist()
-    return [
-        Request(*parts) for parts in zip(*(t.split(lens) for t in (probs, evidence, accepted)), strict=True)
-    ]
+    return [Request(*parts) for parts in zip(*(t.split(lens) for t in (probs, evidence, accepted)), strict=True)]
 
 
 RAW, CALIBRATED, WITH_EVIDENCE = range(3)
@@ -88,10 +86,7 @@ def replay(names: list[str], kind: int, seed: int) -> Result:
     estimators = [Estimate(kind, depth) for _ in names]
     accepted_total = expected_total = steps = 0.0
     while True:
-        raw, evidence = (
-            torch.stack([running[slot][field][positions[slot]] for slot in range(SLOTS)])
-            for field in range(2)
-        )
+        raw, evidence = (torch.stack([running[slot][field][positions[slot]] for slot in range(SLOTS)]) for field in range(2))
         acceptable = torch.stack([running[slot].accepted[positions[slot]] for slot in range(SLOTS)])
         parts = zip(estimators, raw.split(share), evidence.split(share), strict=True)
         survival = survival_from_probs(torch.cat([e.apply(rows, kinds) for e, rows, kinds in parts]))

@@ -46,9 +46,7 @@ def test_absolute_refuses(value):
 def test_exactly_one_form():
     with pytest.raises(ValueError, match="exactly one of per_request and absolute, got per_request=None"):
         FixedCapacity()
-    with pytest.raises(
-        ValueError, match="exactly one of per_request and absolute, got per_request=2 and absolute=8"
-    ):
+    with pytest.raises(ValueError, match="exactly one of per_request and absolute, got per_request=2 and absolute=8"):
         FixedCapacity(per_request=2, absolute=8)
 
 

@@ -23,13 +23,9 @@ def state_of(tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack((tokens, tokens * 2, -tokens), dim=-1).float()
 
 
-def make_missed(
-    slots: int = 12, max_emitted: int = 1, has_states: bool = False, ranks: Ranks = ALONE
-) -> MissedTokens:
+def make_missed(slots: int = 12, max_emitted: int = 1, has_states: bool = False, ranks: Ranks = ALONE) -> MissedTokens:
     size = 3 if has_states else None
-    return MissedTokens(
-        slots, max_emitted=max_emitted, hidden_size=size, dtype=torch.float32, device="cpu", ranks=ranks
-    )
+    return MissedTokens(slots, max_emitted=max_emitted, hidden_size=size, dtype=torch.float32, device="cpu", ranks=ranks)
 
 
 @pytest.mark.parametrize("width", [2, 4, 7])
@@ -61,9 +57,7 @@ def test_missed_and_window_together_hold_every_token_once(width, max_emitted, se
             new = [text[-1] + 1 + i for i in range(count)]
             text += new
             emitted[r, :count] = torch.tensor(new)
-        left, window = slide_window(
-            window, Window(emitted, None if most == 1 else torch.tensor(counts), state_of(emitted))
-        )
+        left, window = slide_window(window, Window(emitted, None if most == 1 else torch.tensor(counts), state_of(emitted)))
         assert missed.has_room(most)
         missed.push(rows, left)
         longest = max(len(text) - min(width, len(text)) for text in texts)
@@ -73,10 +67,7 @@ def test_missed_and_window_together_hold_every_token_once(width, max_emitted, se
     for r, text in enumerate(texts):
         count, kept = int(taken.counts[r]), int(window.counts[r])
         assert kept == min(width, len(text)) and count == len(text) - kept
-        together = (
-            taken.tokens[r, taken.tokens.shape[1] - count :].tolist()
-            + window.tokens[r, width - kept :].tolist()
-        )
+        together = taken.tokens[r, taken.tokens.shape[1] - count :].tolist() + window.tokens[r, width - kept :].tolist()
         assert together == text
         states = taken.hidden_states[r, taken.tokens.shape[1] - count :]
         assert torch.equal(states, state_of(torch.tensor(text[:count], dtype=torch.int64)).view(count, 3))

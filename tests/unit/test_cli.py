@@ -70,9 +70,7 @@ def test_explain_draws_what_is_asked_for(run):
     assert "3 requests drafted 4 tokens each; 5 of 12 may be verified." in result.output
 
 
-@pytest.mark.parametrize(
-    "option, name", [("--batch-size", "batch_size"), ("--capacity-tokens", "capacity_tokens")]
-)
+@pytest.mark.parametrize("option, name", [("--batch-size", "batch_size"), ("--capacity-tokens", "capacity_tokens")])
 def test_explain_refuses_bad_values(run, option, name):
     result = run("explain", option, "0")
     assert result.exit_code == 2 and f"{name} must be at least 1, got 0" in result.output
@@ -181,9 +179,7 @@ def test_entry_points_that_are_not_installed(monkeypatch):
     assert "sglang.srt.plugins, sglang.srt.platforms" in detail and "make env" in detail
 
 
-@pytest.mark.parametrize(
-    "value, filtered", [("tetris", False), ("other, tetris", False), ("other", True), ("tetri", True)]
-)
+@pytest.mark.parametrize("value, filtered", [("tetris", False), ("other, tetris", False), ("other", True), ("tetri", True)])
 def test_filter_by_sglang_plugins(environment, value, filtered):
     environment["SGLANG_PLUGINS"] = value
     found = problems(check_module._check_entry_points())
@@ -218,9 +214,7 @@ def test_variables(environment):
 def test_the_variable_for_overlap_scheduling_on_cpus(environment, value, sound):
     environment["SGLANG_TETRIS_CPU_OVERLAP"] = value
     found = problems(check_module._check_overlap_variable())
-    assert found == (
-        {} if sound else {"SGLANG_TETRIS_CPU_OVERLAP": f"SGLANG_TETRIS_CPU_OVERLAP={value!r}: must be 0 or 1"}
-    )
+    assert found == ({} if sound else {"SGLANG_TETRIS_CPU_OVERLAP": f"SGLANG_TETRIS_CPU_OVERLAP={value!r}: must be 0 or 1"})
 
 
 # -- check, with SGLang -------------------------------------------------------------------------------------------

@@ -116,9 +116,7 @@ def test_bad_values_name_flag_variable_value_and_rule(variable, text, rule):
 
 @pytest.mark.parametrize("num_steps", [0, -1, MAX_NUM_STEPS + 1, 1000])
 def test_number_of_steps_out_of_range(num_steps):
-    with pytest.raises(
-        ValueError, match=rf"--speculative-num-steps={num_steps}: .* between 1 and {MAX_NUM_STEPS}"
-    ):
+    with pytest.raises(ValueError, match=rf"--speculative-num-steps={num_steps}: .* between 1 and {MAX_NUM_STEPS}"):
         parse(num_steps)
 
 
@@ -169,9 +167,7 @@ def test_both_forms_of_capacity():
     ],
 )
 def test_unknown_variable_suggests_the_closest(variable, suggestion):
-    with pytest.raises(
-        ValueError, match=f"{variable}='3': no such TETRIS variable. Did you mean {suggestion}?"
-    ):
+    with pytest.raises(ValueError, match=f"{variable}='3': no such TETRIS variable. Did you mean {suggestion}?"):
         parse(**{variable: "3"})
 
 
@@ -208,9 +204,7 @@ def test_engine_arguments_are_moved_into_the_environment():
     }
     export_arguments(arguments, environment)
     assert arguments == {"model_path": "m", "speculative_num_steps": 4}
-    assert TetrisConfig.from_environment(4, environment) == TetrisConfig(
-        4, 2.5, None, "tetris", phase_times=True
-    )
+    assert TetrisConfig.from_environment(4, environment) == TetrisConfig(4, 2.5, None, "tetris", phase_times=True)
 
 
 def test_engine_argument_wins_over_the_variable():
@@ -221,9 +215,7 @@ def test_engine_argument_wins_over_the_variable():
 
 def test_one_engines_arguments_do_not_reach_the_next_one():
     environment = {TOKENS: "4", "SGLANG_TETRIS_DRAFT": "ngram"}
-    export_arguments(
-        {"speculative_tetris_phase_times": True, "speculative_tetris_selection": "random"}, environment
-    )
+    export_arguments({"speculative_tetris_phase_times": True, "speculative_tetris_selection": "random"}, environment)
     export_arguments({"speculative_tetris_selection": "uniform"}, environment)
     assert environment == {
         TOKENS: "4",
@@ -240,9 +232,7 @@ def test_bad_engine_argument(value):
 
 def test_unknown_engine_argument():
     arguments, environment = {"speculative_tetris_capacity": 3}, {}
-    with pytest.raises(
-        ValueError, match="speculative_tetris_capacity=3: no such TETRIS argument. Did you mean"
-    ):
+    with pytest.raises(ValueError, match="speculative_tetris_capacity=3: no such TETRIS argument. Did you mean"):
         export_arguments(arguments, environment)
     assert not environment
 

@@ -202,9 +202,7 @@ print(json.dumps({
 
 
 def test_a_kernel_with_cpu_operators_is_left_alone(tmp_path):
-    result = run(
-        NO_GPU + ACTIVATE, PYTHONPATH=fake_kernel(tmp_path, operators=True), SGLANG_USE_CPU_ENGINE="1"
-    )
+    result = run(NO_GPU + ACTIVATE, PYTHONPATH=fake_kernel(tmp_path, operators=True), SGLANG_USE_CPU_ENGINE="1")
     assert not result["active"]
     assert result["kernel"] == "installed" and result["operator"] is None
 
@@ -291,9 +289,7 @@ def test_overlap_scheduling_can_be_asked_for(without_gpu):
 def test_what_the_user_typed_wins(without_gpu):
     typed = without_gpu["typed"]
     assert typed["attention_backend"] == "torch_native" and typed["chunked_prefill_size"] == 96
-    assert (
-        typed["max_running_requests"] == 3 and typed["max_total_tokens"] == 777 and typed["page_size"] == 16
-    )
+    assert typed["max_running_requests"] == 3 and typed["max_total_tokens"] == 777 and typed["page_size"] == 16
     assert without_gpu["fraction"]["mem_fraction_static"] == 0.5
     assert without_gpu["fraction"]["max_total_tokens"] is None
 

@@ -69,12 +69,8 @@ class Fixture:
         self.heads, self.kv_heads, self.head_dim, self.dtype = heads, kv_heads, head_dim, dtype
         self.cache = Cache(slots, kv_heads, head_dim, dtype)
         # A poisoned row that nobody owns: whatever reads it shows.
-        self.cache.keys = torch.cat(
-            (self.cache.keys, torch.full((1, kv_heads, head_dim), torch.nan, dtype=dtype))
-        )
-        self.cache.values = torch.cat(
-            (self.cache.values, torch.full((1, kv_heads, head_dim), torch.nan, dtype=dtype))
-        )
+        self.cache.keys = torch.cat((self.cache.keys, torch.full((1, kv_heads, head_dim), torch.nan, dtype=dtype)))
+        self.cache.values = torch.cat((self.cache.values, torch.full((1, kv_heads, head_dim), torch.nan, dtype=dtype)))
         table = torch.full((bs + 3, width + 5), slots, dtype=torch.int32)
         self.indices = torch.randperm(bs + 3)[:bs]
         order = 1 + torch.randperm(slots - 1)
@@ -90,9 +86,7 @@ class Fixture:
             req_to_token_pool=SimpleNamespace(req_to_token=table),
             token_to_kv_pool=self.cache,
         )
-        self.layer = SimpleNamespace(
-            layer_id=0, tp_q_head_num=heads, tp_k_head_num=kv_heads, scaling=head_dim**-0.5
-        )
+        self.layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, tp_k_head_num=kv_heads, scaling=head_dim**-0.5)
         self.backend = TorchRaggedBackend(self.runner)
 
     def queries(self, count):
@@ -153,9 +147,7 @@ AWKWARD = [
 @pytest.mark.parametrize("kv_lens,q_lens", AWKWARD)
 def test_chain_matches_reference(kv_lens, q_lens, heads, kv_heads, head_dim, dtype):
     f = Fixture(kv_lens, heads, kv_heads, head_dim, dtype)
-    f.backend.plan(
-        f.indices, torch.tensor(kv_lens), torch.tensor(q_lens), max(kv_lens), max(q_lens), sum(q_lens)
-    )
+    f.backend.plan(f.indices, torch.tensor(kv_lens), torch.tensor(q_lens), max(kv_lens), max(q_lens), sum(q_lens))
     f.check(f.queries(sum(q_lens)), chain_views(f, kv_lens, q_lens))
 
 
@@ -193,9 +185,7 @@ def test_tree_mask_matches_reference(kv_lens, q_lens, dtype):
             parent = int(torch.randint(0, i, ())) if i else 0
             mask[b, i] = mask[b, parent] if i else False
             mask[b, i, i] = True
-    f.backend.plan(
-        f.indices, torch.tensor(kv_lens), torch.tensor(q_lens), max(kv_lens), max(q_lens), sum(q_lens), mask
-    )
+    f.backend.plan(f.indices, torch.tensor(kv_lens), torch.tensor(q_lens), max(kv_lens), max(q_lens), sum(q_lens), mask)
     views = []
     for b, (kv, n) in enumerate(zip(kv_lens, q_lens, strict=True)):
         visible = torch.cat((torch.ones(n, kv - n, dtype=torch.bool), mask[b, :n, :n]), dim=1)
@@ -265,9 +255,7 @@ def test_decode_and_verify_batches_match_reference():
     f.check(f.queries(12), chain_views(f, [7, 81, 24], [4, 4, 4]))
 
     spec.ragged_verify_layout = SimpleNamespace(verify_lens=torch.tensor([1, 4, 2], dtype=torch.int32))
-    batch = forward_batch(
-        f, ForwardMode.TARGET_VERIFY, prefixes, spec_info=spec, input_ids=torch.zeros(7, dtype=torch.long)
-    )
+    batch = forward_batch(f, ForwardMode.TARGET_VERIFY, prefixes, spec_info=spec, input_ids=torch.zeros(7, dtype=torch.long))
     f.backend.init_forward_metadata(batch)
     f.check(f.queries(7), chain_views(f, [4, 81, 22], [1, 4, 2]))
 
@@ -364,10 +352,7 @@ def test_requests_are_grouped_at_the_least_cost(lens, query_cost, group_cost):
     kv_lens, q_lens = np.array(lens).T
 
     def cost(parts):
-        return sum(
-            group_cost + len(part) * kv_lens[part].max() * (1 + q_lens[part].max() * query_cost)
-            for part in parts
-        )
+        return sum(group_cost + len(part) * kv_lens[part].max() * (1 + q_lens[part].max() * query_cost) for part in parts)
 
     order, sizes = group_requests(kv_lens, q_lens, query_cost=query_cost, group_cost=group_cost)
     assert sorted(order.tolist()) == list(range(len(lens)))
@@ -385,9 +370,7 @@ def test_any_number_of_groups_attends_alike(cost, num_groups, q_lens):
     kv_lens = [30, 10, 20]
     f = Fixture(kv_lens)
     f.backend.group_cost = cost
-    plan = f.backend.plan(
-        f.indices, torch.tensor(kv_lens), torch.tensor(q_lens), 30, max(q_lens), sum(q_lens)
-    )
+    plan = f.backend.plan(f.indices, torch.tensor(kv_lens), torch.tensor(q_lens), 30, max(q_lens), sum(q_lens))
     assert len(plan.groups) == num_groups
     f.check(f.queries(sum(q_lens)), chain_views(f, kv_lens, q_lens))
 

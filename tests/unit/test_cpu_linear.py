@@ -27,16 +27,12 @@ def test_packed_product(rows, has_bias):
     layer, x = make_layer(1024, 513), torch.randn(rows, 513)
     bias = torch.randn(1024) if has_bias else None
     expected = x.double() @ layer.weight.double().T + (bias.double() if has_bias else 0)
-    torch.testing.assert_close(
-        linear.apply(refuse, None, layer, x, bias).double(), expected, rtol=1e-5, atol=1e-4
-    )
+    torch.testing.assert_close(linear.apply(refuse, None, layer, x, bias).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_leading_dimensions_stay():
     layer, x = make_layer(1024, 512), torch.randn(2, 3, 512)
-    torch.testing.assert_close(
-        linear.apply(refuse, None, layer, x), plain(None, layer, x), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(linear.apply(refuse, None, layer, x), plain(None, layer, x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +63,4 @@ def test_follows_updated_weights(fails):
             linear.forget_packed(update)
     else:
         linear.forget_packed(update)
-    torch.testing.assert_close(
-        linear.apply(refuse, None, layer, x), plain(None, layer, x), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(linear.apply(refuse, None, layer, x), plain(None, layer, x), rtol=1e-4, atol=1e-4)

@@ -25,9 +25,7 @@ def one_thread():
 
 
 def table(rows=9, columns=40):
-    return (
-        torch.randperm(rows * columns, generator=torch.Generator().manual_seed(0)).int().view(rows, columns)
-    )
+    return torch.randperm(rows * columns, generator=torch.Generator().manual_seed(0)).int().view(rows, columns)
 
 
 spans = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=9)
@@ -135,9 +133,7 @@ def test_greedy_verification_walks_like_upstream(bs, n, depth, seed, chain):
     predicts = torch.full((bs * n,), -5, dtype=torch.int32)
     accept_index = torch.full((bs, depth), -1, dtype=torch.int32)
     accept_num = torch.empty(bs, dtype=torch.int32)
-    operators.verify_tree_greedy_cpu(
-        predicts, accept_index, accept_num, candidates, retrive, next_token, next_sibling, target
-    )
+    operators.verify_tree_greedy_cpu(predicts, accept_index, accept_num, candidates, retrive, next_token, next_sibling, target)
     expected = torch.full((bs * n,), -5, dtype=torch.int32)
     for b in range(bs):
         path, index = greedy_walk(

@@ -135,9 +135,7 @@ def test_wrong_acceptance_is_noticed():
 
 def test_greedy_rows_in_a_sampled_batch_are_deterministic():
     """SGLang runs a greedy request beside sampled ones as top_k 1."""
-    probs = sampling.top_k_renorm_prob(
-        torch.rand(SAMPLES, 5).softmax(-1), torch.ones(SAMPLES, dtype=torch.int32)
-    )
+    probs = sampling.top_k_renorm_prob(torch.rand(SAMPLES, 5).softmax(-1), torch.ones(SAMPLES, dtype=torch.int32))
     next_token, next_sibling = chain(2)
     best = probs.argmax(-1)
     predicts, _, accepted = verify(

@@ -34,9 +34,7 @@ def read_marks(picture, max_draft):
     return marked, [[strip.count("■") for strip in pair] for pair in strips]
 
 
-@pytest.mark.parametrize(
-    "batch, max_draft, capacity, width", [(5, 6, 10, 80), (8, 8, 20, 80), (3, 2, 1, 40), (11, 4, 99, 200)]
-)
+@pytest.mark.parametrize("batch, max_draft, capacity, width", [(5, 6, 10, 80), (8, 8, 20, 80), (3, 2, 1, 40), (11, 4, 99, 200)])
 def test_marks_are_the_selection(batch, max_draft, capacity, width):
     survival = invent_survival(batch, max_draft, seed=3)
     chosen = select_prefixes(survival, capacity).tolist()

@@ -125,9 +125,7 @@ def read(folder: Path) -> dict:
     return json.loads((folder / "x.json").read_text())
 
 
-PASSED = (
-    "json.dump({'stage': 'x', 'status': 'passed', 'findings': []}, report); report.flush(); print('hello')"
-)
+PASSED = "json.dump({'stage': 'x', 'status': 'passed', 'findings': []}, report); report.flush(); print('hello')"
 
 
 def test_a_stage_that_passed_is_skipped_and_no_other(tmp_path, stage):
@@ -249,7 +247,5 @@ def test_installing_a_bundle_unpacks_once_and_puts_the_checkout_first(tmp_path):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def test_make_lists_the_three_targets():
-    listed = subprocess.run(
-        ["make", "help"], cwd=REPOSITORY, check=True, capture_output=True, text=True
-    ).stdout
+    listed = subprocess.run(["make", "help"], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
     assert all(f"make {target} " in listed for target in ("gpu-bundle", "gpu-dry-run", "gpu-check"))

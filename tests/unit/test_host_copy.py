@@ -45,8 +45,6 @@ def test_what_is_sent_arrives():
 def test_what_is_sent_to_cuda_is_pinned_first(monkeypatch):
     done = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: done.append("pin") or self)
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda self, device, non_blocking: done.append((device, non_blocking)) or self
-    )
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: done.append((device, non_blocking)) or self)
     send([1, 2], "cuda")
     assert done == ["pin", ("cuda", True)]

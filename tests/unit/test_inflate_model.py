@@ -48,9 +48,7 @@ def write_small(folder: Path, tied: bool) -> Path:
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(
-                torch.rand_like(parameter) + 0.5 if "norm" in name else torch.randn_like(parameter) * 0.2
-            )
+            parameter.copy_(torch.rand_like(parameter) + 0.5 if "norm" in name else torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     return folder
 
@@ -134,9 +132,7 @@ def test_shipped_models_survive_inflation_on_real_prompts(tmp_path, role):
 def test_scaling_by_a_power_of_four_is_exact_in_bfloat16(tmp_path):
     source = PAIR / "draft"
     config = json.loads((source / "config.json").read_text())
-    shape = InflatedShape(
-        4 * config["hidden_size"], 2, config["num_attention_heads"], config["intermediate_size"]
-    )
+    shape = InflatedShape(4 * config["hidden_size"], 2, config["num_attention_heads"], config["intermediate_size"])
     inflate(source, tmp_path / "large", shape, dtype="bfloat16")
     assert_same_function(source, tmp_path / "large", [list(range(5, 60))])
 
@@ -211,9 +207,7 @@ def test_heads_that_cannot_be_widened_are_refused(tmp_path):
     with pytest.raises(ValueError, match="hidden=128 is smaller than the source's 256"):
         inflate(head, tmp_path / "large", InflatedShape(128, 5, 4, 704))
     tensors = load_file(head / "model.safetensors")
-    save_file(
-        tensors | {"extra.weight": torch.ones(1)}, head / "model.safetensors", metadata={"format": "pt"}
-    )
+    save_file(tensors | {"extra.weight": torch.ones(1)}, head / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"no place for extra\.weight"):
         inflate(head, tmp_path / "large", InflatedShape(512, 5, 4, 704))
 
@@ -221,9 +215,7 @@ def test_heads_that_cannot_be_widened_are_refused(tmp_path):
 def _rewrite(folder: Path, change) -> None:
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
-        save_file(
-            {name: change(name, tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
-        )
+        save_file({name: change(name, tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def _without_norm_scaling(folder: Path) -> None:
@@ -239,9 +231,7 @@ def _with_the_small_eps(folder: Path) -> None:
 def _with_an_added_head_that_speaks(folder: Path) -> None:
     _rewrite(
         folder,
-        lambda name, t: (
-            t.index_fill(1, torch.tensor([t.shape[1] - 1]), 0.1) if "layers.0.self_attn.o_" in name else t
-        ),
+        lambda name, t: t.index_fill(1, torch.tensor([t.shape[1] - 1]), 0.1) if "layers.0.self_attn.o_" in name else t,
     )
 
 
@@ -270,10 +260,7 @@ def test_weights_without_effect_are_random_and_the_rest_is_deterministic(small, 
     shape = InflatedShape(96, 3, 6, 100)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         inflate(small, tmp_path / name, shape, seed=seed)
-    a, b, c = (
-        {k: v for p in sorted((tmp_path / n).glob("*.safetensors")) for k, v in load_file(p).items()}
-        for n in "abc"
-    )
+    a, b, c = ({k: v for p in sorted((tmp_path / n).glob("*.safetensors")) for k, v in load_file(p).items()} for n in "abc")
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     added = a["model.layers.2.mlp.up_proj.weight"]
     assert (added != 0).all() and not torch.equal(added, c["model.layers.2.mlp.up_proj.weight"])
@@ -346,9 +333,7 @@ def test_command_line(small, tmp_path):
     assert record["shape"]["hidden"] == 96 and record["source_shape"] == SMALL_SHAPE
     counted = sum(p.numel() for p in load(tmp_path / "large").parameters())
     assert record["parameters"] == counted
-    refused = CliRunner().invoke(
-        inflate_model.app, [str(small), str(tmp_path / "other"), "--shape", shape.replace("96", "9")]
-    )
+    refused = CliRunner().invoke(inflate_model.app, [str(small), str(tmp_path / "other"), "--shape", shape.replace("96", "9")])
     assert refused.exit_code == 2 and "hidden=9 is smaller" in refused.output
 
 
@@ -402,9 +387,7 @@ def test_processes_that_race_for_the_cache_get_the_same_complete_model(small, tm
     with multiprocessing.get_context("fork").Pool(3) as pool:
         folders = pool.starmap(_ensure, [(str(small), str(tmp_path / "cache"))] * 3, chunksize=1)
     assert len(set(folders)) == 1
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [Path(folders[0]).name], (
-        "nothing half-made is left"
-    )
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [Path(folders[0]).name], "nothing half-made is left"
     assert_same_function(small, Path(folders[0]), random_prompts(2))
 
 

@@ -65,10 +65,7 @@ def test_tokens_are_drawn_with_their_weights(position):
     assert counts[1] == 0
     expected = weights / weights.sum() * ROWS
     drawable = weights > 0
-    assert (
-        chisquare(counts[drawable].numpy(), expected[drawable].double().numpy(), sum_check=False).pvalue
-        > HOLDS
-    )
+    assert chisquare(counts[drawable].numpy(), expected[drawable].double().numpy(), sum_check=False).pvalue > HOLDS
 
 
 def test_a_draft_meets_its_target_as_often_as_shared_arrivals_say():

@@ -78,9 +78,7 @@ def test_settings_that_differ_are_refused():
     group = SimpleNamespace(world_size=2, all_gather_object=lambda mine: settings)
     Ranks(group).require_alike("k = 2", "TETRIS's settings")
     settings[1] = "k = 3"
-    with pytest.raises(
-        ValueError, match=r"TETRIS's settings differ between the ranks of --tp-size 2: .*k = 3"
-    ):
+    with pytest.raises(ValueError, match=r"TETRIS's settings differ between the ranks of --tp-size 2: .*k = 3"):
         Ranks(group).require_alike("k = 2", "TETRIS's settings")
     Ranks().require_alike("k = 2", "TETRIS's settings")
 

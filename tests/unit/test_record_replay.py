@@ -56,9 +56,7 @@ def test_all_positions_at_once_are_each_position_alone(draft):
                 row = draft(torch.tensor([known + drafted])).logits[0, -1]
             token = int(row.argmax())
             assert logits[position, level].sigmoid() == pytest.approx(float(row.softmax(0)[token]), abs=1e-4)
-            assert sharp[position, level].sigmoid() == pytest.approx(
-                float((row * SHARPEN).softmax(0)[token]), abs=1e-3
-            )
+            assert sharp[position, level].sigmoid() == pytest.approx(float((row * SHARPEN).softmax(0)[token]), abs=1e-3)
             drafted.append(token)
         assert accepted[position] == count_equal(drafted, text.tokens[len(known) :])
         match_len, stood = look_up(known)

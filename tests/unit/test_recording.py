@@ -48,15 +48,11 @@ def begin(recorder, requests: list[Request], slots: list[int]) -> None:
     recorder.begin(SimpleNamespace(reqs=requests, req_pool_indices=torch.tensor(slots)), None)
 
 
-def add_chains(
-    recorder, accept_probs, probs, selected: list[int], num_accepted: list[int], slots: list[int]
-) -> None:
+def add_chains(recorder, accept_probs, probs, selected: list[int], num_accepted: list[int], slots: list[int]) -> None:
     accept_probs, probs = torch.tensor(accept_probs), torch.tensor(probs)
     depth = accept_probs.shape[1]
     proposal = make_chains(torch.zeros_like(accept_probs, dtype=torch.int64), accept_probs, probs)
-    recorder.observe(
-        make_record(proposal, selected=selected, num_accepted=num_accepted, depth=depth, slots=slots)
-    )
+    recorder.observe(make_record(proposal, selected=selected, num_accepted=num_accepted, depth=depth, slots=slots))
 
 
 def test_chains(make_recorder, read):

@@ -28,9 +28,7 @@ from tetris_sglang.trace import Trace, open_for_writing, row_type
 def make_chains(seed: int, batch: int, depth: int) -> Batch:
     draw = torch.Generator().manual_seed(seed)
     # Two survivals of few values: ties.
-    survival, raw = (
-        (torch.randint(1, 5, (batch, depth), generator=draw) / 4).cumprod(dim=1) for _ in range(2)
-    )
+    survival, raw = ((torch.randint(1, 5, (batch, depth), generator=draw) / 4).cumprod(dim=1) for _ in range(2))
     num_accepted = torch.randint(0, depth + 1, (batch,), generator=draw)
     accepted = torch.arange(depth) < num_accepted[:, None]
     return Batch(raw, survival, accepted, torch.full((batch,), depth))
@@ -71,8 +69,7 @@ def best_accepted(batch: Batch, parents: list[list[int]], capacity: int) -> int:
                     gain = sum(bool(batch.accepted[request, node]) for node in nodes)
                     by_size[size] = max(gain, by_size.get(size, 0))
         most = [
-            max(most[total - size] + gain for size, gain in by_size.items() if size <= total)
-            for total in range(capacity + 1)
+            max(most[total - size] + gain for size, gain in by_size.items() if size <= total) for total in range(capacity + 1)
         ]
     return most[capacity]
 
@@ -81,9 +78,7 @@ def best_accepted(batch: Batch, parents: list[list[int]], capacity: int) -> int:
 def test_the_oracle_is_the_best_choice_there_is(seed):
     batch, parents = make_trees(seed, batch=3, nodes=6)
     for capacity in range(1, 15):
-        assert select(rank(RULES["oracle"], batch), capacity).accepted == best_accepted(
-            batch, parents, capacity
-        )
+        assert select(rank(RULES["oracle"], batch), capacity).accepted == best_accepted(batch, parents, capacity)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -102,9 +97,7 @@ def test_every_rule_verifies_as_many_and_none_beats_the_oracle(seed):
     for batch in (trees, make_chains(seed, batch=4, depth=5)):
         for capacity in range(1, 30):
             chosen = {name: select(rank(rule, batch), capacity) for name, rule in RULES.items()}
-            assert {selected.verified for selected in chosen.values()} == {
-                min(capacity, int(batch.num_nodes.sum()))
-            }
+            assert {selected.verified for selected in chosen.values()} == {min(capacity, int(batch.num_nodes.sum()))}
             assert max(selected.accepted for selected in chosen.values()) == chosen["oracle"].accepted
 
 
@@ -117,9 +110,7 @@ def test_tetris_takes_the_largest_survivals_of_the_batch(name, scores, seed):
         inside = torch.arange(values.shape[1]) < batch.num_nodes[:, None]
         ranked = values[inside].sort(descending=True).values
         for capacity in range(1, len(ranked) + 1):
-            assert select(rank(RULES[name], batch), capacity).score == pytest.approx(
-                float(ranked[:capacity].sum())
-            )
+            assert select(rank(RULES[name], batch), capacity).score == pytest.approx(float(ranked[:capacity].sum()))
 
 
 def test_one_batch_by_hand():
@@ -183,9 +174,7 @@ def test_survivals_that_are_right_promise_what_they_keep_and_choose_better():
     by_rule = {rule: result.find(rule, 1.0) for rule in RULES}
     calibrated, raw = by_rule["tetris calibrated"], by_rule["tetris raw"]
     assert calibrated.success_rate == pytest.approx(calibrated.promised, abs=0.02)
-    assert calibrated.accepted > 1.1 * max(
-        by_rule[rule].accepted for rule in ("uniform", "random", "tetris raw")
-    )
+    assert calibrated.accepted > 1.1 * max(by_rule[rule].accepted for rule in ("uniform", "random", "tetris raw"))
     assert abs(raw.success_rate - raw.promised) > 0.05
 
 
@@ -203,9 +192,7 @@ def test_rows_are_shuffled_into_batches_of_the_size_asked_for():
     assert figures.requests == figures.verified == 3 * (240 // 32) * 32
     # More to choose from.
     small = study(trace, "invented", [1.0], batch_size=2, repeats=3)
-    assert (
-        small.find("tetris calibrated", 1.0).success_rate < result.find("tetris calibrated", 1.0).success_rate
-    )
+    assert small.find("tetris calibrated", 1.0).success_rate < result.find("tetris calibrated", 1.0).success_rate
 
 
 def test_the_seed_decides_the_draws_and_nothing_else_does():
@@ -263,9 +250,7 @@ def write_file(path, trace: Trace):
 
 
 def test_the_command(tmp_path):
-    files = [
-        write_file(tmp_path / name, make_trace(seed=i)) for i, name in enumerate(("a.trace.gz", "b.trace"))
-    ]
+    files = [write_file(tmp_path / name, make_trace(seed=i)) for i, name in enumerate(("a.trace.gz", "b.trace"))]
     run = CliRunner().invoke
     result = run(
         app,
@@ -286,9 +271,7 @@ def test_the_command(tmp_path):
         (["missing"], "does not exist"),
     ):
         result = run(app, ["replay", files[0], *arguments])
-        assert result.exit_code == 2 and said in " ".join(result.output.replace("│", "").split()), (
-            result.output
-        )
+        assert result.exit_code == 2 and said in " ".join(result.output.replace("│", "").split()), result.output
 
 
 def test_a_figure_has_a_line_per_rule_and_a_panel_per_trace(tmp_path, monkeypatch):

@@ -94,9 +94,7 @@ def test_token_outside_the_vocabulary(token, position, kind):
 def test_stop_token_outside_the_vocabulary(token, min_new_tokens):
     """Where one request of a batch has min_new_tokens, SGLang looks at the stop tokens of all."""
     params = {"stop_token_ids": [3, token], "min_new_tokens": min_new_tokens}
-    assert_refused(
-        make_request(params), f"stop_token_ids: token id {token} is outside the vocabulary (0..99)"
-    )
+    assert_refused(make_request(params), f"stop_token_ids: token id {token} is outside the vocabulary (0..99)")
 
 
 @pytest.mark.parametrize("input_ids", [[0], [VOCAB_SIZE - 1], list(range(VOCAB_SIZE)), array("q", [5]), None])
@@ -104,9 +102,7 @@ def test_token_inside_the_vocabulary(input_ids):
     validate_request(make_request(), input_ids, VOCAB_SIZE)
 
 
-@pytest.mark.parametrize(
-    "custom_params", [None, {}, {"tetris": {"speculate": False, "weight": 4}}, {"x": [1]}]
-)
+@pytest.mark.parametrize("custom_params", [None, {}, {"tetris": {"speculate": False, "weight": 4}}, {"x": [1]}])
 def test_custom_params_that_are_served(custom_params):
     validate_request(make_request({"custom_params": custom_params}), PROMPT, VOCAB_SIZE)
 
@@ -159,6 +155,4 @@ def test_hook_leaves_other_servers_alone(algorithm):
 def test_sglang_asks_the_hook_first(plugins):
     """Through SGLang's own method, patched by the plugin: refused before anything of the manager's is used."""
     with pytest.raises(ValueError, match="beam_width=2"):
-        TokenizerManager._validate_one_request(
-            make_manager("TETRIS"), make_request({"beam_width": 2}), PROMPT
-        )
+        TokenizerManager._validate_one_request(make_manager("TETRIS"), make_request({"beam_width": 2}), PROMPT)

@@ -148,8 +148,7 @@ def test_equals_the_plain_engine(policy, setup, rate):
     arrivals = draw_arrivals("poisson", rate, 90) if rate else None
     requests = draw_requests(classes, 90, seed=5, arrival_s=arrivals)
     ours, plain = (
-        serve(policy, setup, classes, requests, engine=engine)
-        for engine in (simulate_fleet, simulate_fleet_reference)
+        serve(policy, setup, classes, requests, engine=engine) for engine in (simulate_fleet, simulate_fleet_reference)
     )
     assert ours[0] == plain[0]
     for mine, other in zip(ours[1], plain[1], strict=True):
@@ -167,10 +166,7 @@ def test_chains_that_go_on_equal_the_plain_engine(users):
     texts = auto._replace(depth=np.zeros(10, np.int64), capacity=(2 * np.arange(10) + 1) // 3)
     assert auto.goes_on
     for plans in (auto, texts):
-        ours, plain = (
-            engine(requests, table, costs, plans, setup)
-            for engine in (simulate_fleet, simulate_fleet_reference)
-        )
+        ours, plain = (engine(requests, table, costs, plans, setup) for engine in (simulate_fleet, simulate_fleet_reference))
         assert ours[0] == plain[0] and ours[0].accepted > 50
         for mine, other in zip(ours[1], plain[1], strict=True):
             assert np.array_equal(mine, other)
@@ -230,9 +226,7 @@ def test_tokens_of_the_window_are_those_emitted_in_it():
     # All of them but those of the first and last few seconds.
     inside = (times.start_s >= times.start_s[30]) & (times.finish_s <= times.start_s[99])
     least = requests.output_lens[inside].sum()
-    most = requests.output_lens[
-        (times.finish_s >= times.start_s[30]) & (times.start_s <= times.start_s[99])
-    ].sum()
+    most = requests.output_lens[(times.finish_s >= times.start_s[30]) & (times.start_s <= times.start_s[99])].sum()
     assert least <= counts.tokens <= most
     assert counts.busy_s == pytest.approx(counts.window_s, rel=0.02)
 
@@ -420,9 +414,7 @@ def test_fairness_shortens_the_slow_and_keeps_what_is_done():
     assert hard_s[0] > 1.05 * hard_s[1] > 1.05 * hard_s[2]
     assert rows == pytest.approx([rows[0]] * 3, abs=0.02)  # the capacity is what it was
     unweighted = serve("tetris1+3", make_setup(users=32), [easy, hard], requests)[1]
-    assert np.array_equal(
-        unweighted.finish_s, serve("tetris1+3~0", make_setup(users=32), [easy, hard], requests)[1].finish_s
-    )
+    assert np.array_equal(unweighted.finish_s, serve("tetris1+3~0", make_setup(users=32), [easy, hard], requests)[1].finish_s)
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,7 @@ def test_warming_up_runs_every_operation_for_every_power_of_two():
     warm_up(watched, 20, [3, 5], 6, torch.zeros(21, 16, dtype=torch.int32))
     assert drawn
     sizes, depths, are_weighted = (1, 2, 4, 8, 16, 20), (3, 5), (False, True)
-    assert batches == [
-        (size, d, size, weighted) for size in sizes for d in depths for weighted in are_weighted
-    ]
+    assert batches == [(size, d, size, weighted) for size in sizes for d in depths for weighted in are_weighted]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -178,7 +176,8 @@ def _request(prompt_len: int, min_new_tokens: int, stop_token_ids=None, output_l
 
 @pytest.mark.parametrize("has_penalty", [True, False])
 def test_what_was_written_before_a_retraction_counts_as_if_it_had_just_been_written(has_penalty):
-    """Against SGLang's own penalizers, told token by token; a tokenizer's stop token that the model does not know among them."""
+    """Against SGLang's own penalizers, told token by token; a tokenizer's stop token that the model does not know among
+    them."""
     torch.manual_seed(0)
     vocab_size = 12
     asked = [{"frequency_penalty": 0.7, "presence_penalty": -0.4}, {"repetition_penalty": 1.3}, {}, {}, {}]
@@ -292,9 +291,7 @@ def test_penalties_count_what_was_written_and_the_drafts_before(monkeypatch, has
     if seed % 2:
         # So it comes under overlap scheduling.
         sampling_info.acc_additive_penalties, sampling_info.penalizer_orchestrator = torch.zeros(1), None
-    texts = RequestTexts(
-        SimpleNamespace(req_to_token=torch.zeros(8, 20, dtype=torch.int32)), vocab_size, width
-    )
+    texts = RequestTexts(SimpleNamespace(req_to_token=torch.zeros(8, 20, dtype=torch.int32)), vocab_size, width)
     # Behind a text's end anything may stand.
     texts.tokens.random_(0, vocab_size)
     rows = torch.randperm(8)[:batch_size]
@@ -310,9 +307,7 @@ def test_penalties_count_what_was_written_and_the_drafts_before(monkeypatch, has
         _request(prompt_len, 0, None, max(output_len - 3, 0), **penalties)
         for prompt_len, output_len, penalties in zip(prompt_lens, output_lens, asked, strict=True)
     ]
-    batch = SimpleNamespace(
-        reqs=requests, req_pool_indices=rows, seq_lens=seq_lens, sampling_info=sampling_info
-    )
+    batch = SimpleNamespace(reqs=requests, req_pool_indices=rows, seq_lens=seq_lens, sampling_info=sampling_info)
     places = pack([5, 3, 0, 4, 2])
     logits = torch.randn(len(places[0]), vocab_size) * 2
     expected = logits.clone()

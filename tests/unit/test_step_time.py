@@ -100,9 +100,7 @@ def test_many_plans_at_once_are_predicted_as_one_by_one():
     model = make_model()
     depths, rows = np.array([0, 1, 3, 5, 5]), np.array([4, 7, 12, 4, 24])
     together = model.predict(model.features(4, depths, rows), 200.0)
-    single = [
-        model.predict_step(StepShape(4, int(d), int(r), 200.0)) for d, r in zip(depths, rows, strict=True)
-    ]
+    single = [model.predict_step(StepShape(4, int(d), int(r), 200.0)) for d, r in zip(depths, rows, strict=True)]
     assert together == pytest.approx(single)
 
 

@@ -151,8 +151,7 @@ def test_the_loss_is_that_of_the_targets_own_distribution(target, texts, head):
                 else:
                     hits[step].append(0.0)
     expected = [
-        0.5 * torch.stack(s).mean() + 0.5 * (torch.stack(h).mean() if h else 0)
-        for s, h in zip(soft, hard, strict=True)
+        0.5 * torch.stack(s).mean() + 0.5 * (torch.stack(h).mean() if h else 0) for s, h in zip(soft, hard, strict=True)
     ]
     decay = train_eagle3.STEP_DECAY
     total = (expected[0] + decay * expected[1]) / (1 + decay)
@@ -199,9 +198,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(work_dir, tmp_path, 
         for kind in ("answers", "held-out"):
             (folder / kind).symlink_to(work_dir / kind)
         for more in calls:
-            result = CliRunner().invoke(
-                train_eagle3.app, [*common, "--work-dir", str(folder), *more], catch_exceptions=False
-            )
+            result = CliRunner().invoke(train_eagle3.app, [*common, "--work-dir", str(folder), *more], catch_exceptions=False)
             assert result.exit_code == 0
         saved[name] = load_head(folder / "head", target).state_dict()
         state = torch.load(folder / "head.checkpoint", weights_only=True)

@@ -74,9 +74,7 @@ def some_tokens(target: LlamaForCausalLM, *sizes: int) -> Tensor:
 # -------------------------------------------------------------------------------------- what a head computes
 
 
-def serve_one_chain(
-    head: Head, target: LlamaForCausalLM, tokens: Tensor, last: int, steps: int
-) -> list[Tensor]:
+def serve_one_chain(head: Head, target: LlamaForCausalLM, tokens: Tensor, last: int, steps: int) -> list[Tensor]:
     """The logits of one chain as a server computes them, on transformers' layers.
 
     The head's sequence is its first-step inputs at positions 0 to `last`, then one entry per drafted token with
@@ -116,9 +114,7 @@ def serve_one_chain(
             residual = x = F.linear(torch.cat((embeds, features), -1), head.fc.weight, head.fc.bias)
         elif head.kind == "eagle3":
             residual = features
-            x = torch.cat(
-                (norm(embeds, head.midlayer.input_layernorm), norm(features, head.midlayer.hidden_norm)), -1
-            )
+            x = torch.cat((norm(embeds, head.midlayer.input_layernorm), norm(features, head.midlayer.hidden_norm)), -1)
         else:
             embeds = torch.cat((torch.zeros_like(embeds[:1]), embeds[1:]))
             parts = norm(features, head.hidden_layernorm), norm(embeds, head.token_layernorm)
@@ -163,9 +159,7 @@ def test_all_chains_at_once_are_the_chains_that_serving_drafts(target, kind):
 @torch.no_grad()
 def test_features_are_what_sglang_captures(target):
     tokens, outputs = some_tokens(target, 1, 9), []
-    hooks = [
-        layer.register_forward_hook(lambda _m, _a, out: outputs.append(out)) for layer in target.model.layers
-    ]
+    hooks = [layer.register_forward_hook(lambda _m, _a, out: outputs.append(out)) for layer in target.model.layers]
     states = read_target(target, tokens)
     for hook in hooks:
         hook.remove()
@@ -220,9 +214,7 @@ def trained(tmp_path_factory) -> Path:
     shutil.copy(PAIR / "metrics.json", pair)
     chosen = (PAIR / "prompts.jsonl").read_text().splitlines()[::20]
     (pair / "prompts.jsonl").write_text("\n".join(chosen) + "\n")
-    train_heads.train(
-        work_dir=folder / "work", pair=pair, out=folder / "out", preset="tiny", kinds=",".join(KINDS)
-    )
+    train_heads.train(work_dir=folder / "work", pair=pair, out=folder / "out", preset="tiny", kinds=",".join(KINDS))
     return folder
 
 
@@ -435,9 +427,7 @@ def test_counted_acceptance_is_that_of_drafting_and_verifying_in_turn(target, pr
                     logits = serve_one_chain(head, target, tokens, position - 2, steps)[-1]
                     token = logits.argmax()
                     context.append(int(token if head.draft_ids is None else head.draft_ids[token]))
-                agrees = [
-                    a == b for a, b in zip(context[position:], text[0, position:].tolist(), strict=False)
-                ]
+                agrees = [a == b for a, b in zip(context[position:], text[0, position:].tolist(), strict=False)]
                 kept = agrees.index(False) if False in agrees else 5
                 accepted, verifications, position = accepted + kept, verifications + 1, position + kept + 1
             assert count_accepted(target, head, text, len(ids)) == (accepted, verifications), prompt["id"]

@@ -56,9 +56,7 @@ def test_training_lowers_both_losses(trained):
 
 def test_distillation_teaches_the_draft_to_agree_with_the_target(trained, prepared):
     target, draft = load_model(trained / "pair" / "target"), load_model(trained / "pair" / "draft")
-    held_out = train_pair.encode_documents(
-        prepared.tokenizer, [d for d in prepared.documents if is_held_out(d.source)]
-    )
+    held_out = train_pair.encode_documents(prepared.tokenizer, [d for d in prepared.documents if is_held_out(d.source)])
     batches = [train_pair.batch_at(held_out, step, 2048, 128, seed=1) for step in range(2)]
     untrained = train_pair.build_model(TINY.draft, TINY, seed=5).eval()
     assert measure_agreement(target, draft, batches) > measure_agreement(target, untrained, batches) + 0.3
@@ -94,9 +92,7 @@ def test_chat_template_is_what_training_chats_look_like(trained):
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(prepared, tmp_path):
-    preset = replace(
-        TINY, target_steps=6, draft_steps=6, written_sequences=16, written_tokens=16, batch_tokens=1024
-    )
+    preset = replace(TINY, target_steps=6, draft_steps=6, written_sequences=16, written_tokens=16, batch_tokens=1024)
 
     def run_in(name: str) -> Run:
         (tmp_path / name).mkdir()
@@ -187,9 +183,7 @@ def test_orthogonalize_pushes_singular_values_towards_one(sizes):
     matrix = torch.randn(sizes) @ torch.diag(torch.logspace(0, -1, sizes[1]))
     values = torch.linalg.svdvals(train_pair.orthogonalize(matrix))
     assert values.max() < 1.3 and values.median() > 0.6
-    cosine = torch.nn.functional.cosine_similarity(
-        matrix.flatten(), train_pair.orthogonalize(matrix).flatten(), dim=0
-    )
+    cosine = torch.nn.functional.cosine_similarity(matrix.flatten(), train_pair.orthogonalize(matrix).flatten(), dim=0)
     assert cosine > 0.5
 
 
@@ -200,9 +194,7 @@ def test_distillation_loss_is_lowest_where_draft_and_target_agree():
         target.model.embed_tokens.weight.mul_(20)  # a distribution that is far from flat
         tokens = torch.randint(TINY.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
         log_probs = target(tokens[:, :-1]).logits.log_softmax(-1)
-        expected = (
-            -0.5 * log_probs.max(-1).values.mean()
-        )  # no divergence, only what remains of the cross-entropy
+        expected = -0.5 * log_probs.max(-1).values.mean()  # no divergence, only what remains of the cross-entropy
         torch.testing.assert_close(train_pair.distillation_loss(target, target, tokens), expected)
         assert train_pair.distillation_loss(other, target, tokens) > expected + 0.5
 
@@ -257,9 +249,7 @@ def test_shipped_prompts_are_mixed_and_held_out(prompts, metrics):
     for prompt in prompts:
         assert is_held_out(prompt["source"])
         if prompt["kind"] == "chat":
-            rendered = tokenizer.apply_chat_template(
-                prompt["messages"], tokenize=False, add_generation_prompt=True
-            )
+            rendered = tokenizer.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
             assert rendered == prompt["text"]
 
 

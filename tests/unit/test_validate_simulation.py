@@ -115,24 +115,17 @@ def test_answers_are_recorded_as_the_comparison_asked_for_them(tmp_path, monkeyp
 
     def generate(url, texts, **options):
         asked.append((texts, options))
-        return [
-            SimpleNamespace(text="a", meta_info={"prompt_tokens": 9, "completion_tokens": 3}) for _ in texts
-        ], 1.0
+        return [SimpleNamespace(text="a", meta_info={"prompt_tokens": 9, "completion_tokens": 3}) for _ in texts], 1.0
 
     monkeypatch.setattr(script, "ServerProcess", Server)
     monkeypatch.setattr(script, "generate", generate)
     monkeypatch.setattr(script, "ensure_target", lambda: REPOSITORY / "tests/pair/target")
     monkeypatch.setattr(script, "find_head", lambda: Path("head"))
-    answers = script.record(
-        script.RECORDINGS[SERVED], tmp_path / "t", make_prompts("chat", 2), [40, 50], SETTINGS
-    )
+    answers = script.record(script.RECORDINGS[SERVED], tmp_path / "t", make_prompts("chat", 2), [40, 50], SETTINGS)
     assert answers == [(script.hash_output("a"), 9, 3)] * 2
     ((texts, options),) = asked
     assert options == {"concurrency": 1, "max_new_tokens": [40, 50], "ignore_eos": False}
-    assert all(
-        prompt.text in text != prompt.text
-        for prompt, text in zip(make_prompts("chat", 2), texts, strict=True)
-    )
+    assert all(prompt.text in text != prompt.text for prompt, text in zip(make_prompts("chat", 2), texts, strict=True))
     (arguments,) = started
     for flag, value in (
         *(("--speculative-num-steps", "6"), ("--speculative-num-draft-tokens", "13")),

@@ -22,14 +22,15 @@ def accept_chain(candidates: Tensor, target_tokens: Tensor, draft_lens: Tensor) 
     Greedy decoding: let target_tokens be the argmax of each verified row. The output is then token for token
     what the target alone would produce.
 
-    Sampling: let target_tokens[r, j] be drawn with the noise of row j's place in the text: y_n = g(p(. | text before n), E_n), where E_n
-    are random numbers of request and place alone and g(p, E) has distribution p (`noise.draw`). Then the token emitted at n is y_n,
+    Sampling: let target_tokens[r, j] be drawn with the noise of row j's place in the text: y_n = g(p(. | text before n),
+    E_n), where E_n are random numbers of request and place alone and g(p, E) has distribution p (`noise.draw`). Then the
+    token emitted at n is y_n,
     whoever proposed it: an accepted draft equals it, and the bonus is it. By induction the text is the one that decoding token
     by token with these E would give, whatever was drafted and selected, and whether or not that looked at E. It has the
     target's distribution: the text before n is a function of earlier E, so E_n is independent of it.
 
-    (Draws made anew in every step, as `sample_rows` does, are exact as well, for drafts and selection that do not see them: what
-    is not accepted is drawn again, but only rows that were not reached are.)
+    (Draws made anew in every step, as `sample_rows` does, are exact as well, for drafts and selection that do not see them:
+    what is not accepted is drawn again, but only rows that were not reached are.)
 
     Args:
         candidates: [batch, width] int64.

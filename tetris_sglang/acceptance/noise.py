@@ -67,9 +67,7 @@ def exponentials(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     return uniforms.mul_(slopes)
 
 
-def perturb(
-    logits: Tensor, noise: RequestNoise, positions: Tensor, token_ids: Tensor | None = None
-) -> Tensor:
+def perturb(logits: Tensor, noise: RequestNoise, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """Logits whose largest belongs to the winner of the race, at the request's temperature.
 
     In units of the logits themselves, so how far the winner is ahead means much the same at any temperature

@@ -52,6 +52,4 @@ def accept_tree(
     path = torch.where(accepted, columns, width - 1).sort(dim=1).values[:, : max_depth + 1]
     num_accepted = accepted.sum(dim=1) - 1
     last = path.gather(1, num_accepted[:, None])
-    return TreeAcceptResult(
-        num_accepted.to(torch.int32), target_tokens.gather(1, last).squeeze(1), path.contiguous()
-    )
+    return TreeAcceptResult(num_accepted.to(torch.int32), target_tokens.gather(1, last).squeeze(1), path.contiguous())

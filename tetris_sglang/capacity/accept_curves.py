@@ -72,10 +72,7 @@ class AcceptCurves:
         self._expected, self._confirmed = np.zeros(2), np.zeros(2)
         guesses = np.concatenate(([0.0], np.cumsum(self._FIRST_GUESS ** np.arange(1, max_depth + 1))))
         self._curves = np.array(
-            [
-                np.interp(np.minimum(self.shares, depth), np.arange(max_depth + 1), guesses)
-                for depth in range(max_depth + 1)
-            ]
+            [np.interp(np.minimum(self.shares, depth), np.arange(max_depth + 1), guesses) for depth in range(max_depth + 1)]
         )
 
     def observe(self, curves: np.ndarray, batch_size: int, capacity_tokens: int) -> float:

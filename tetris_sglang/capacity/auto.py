@@ -24,8 +24,8 @@ _GAIN_TO_LEAVE = 0.995
 _MIN_STEPS = 4
 """Steps of one kind before the other kind may follow."""
 _FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 1, 64
-"""Speculative steps after which one does something else: each look doubles them. In turns it goes to the full depth and verifies
-twice as much, to see what lies there and what it takes, and is a plain one, whose time nothing else shows."""
+"""Speculative steps after which one does something else: each look doubles them. In turns it goes to the full depth and
+verifies twice as much, to see what lies there and what it takes, and is a plain one, whose time nothing else shows."""
 _CLEAR_GAIN = 1.5
 """Above which no plain step is worth a look."""
 _FIRST_LOOK_AT_TEXTS, _TEXTS_SHARE = 16, 0.0025
@@ -39,7 +39,8 @@ those known to be slower do not."""
 _ALLOWED_SHARE = 0.005
 """Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful."""
 _FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE = 2.0, 8.0, 1.0
-"""In plain steps: what a new server may lose beside that, what speculation can save up, and what it leaves to plain decoding."""
+"""In plain steps: what a new server may lose beside that, what speculation can save up, and what it leaves to plain
+decoding."""
 
 
 class _Candidates(NamedTuple):
@@ -109,9 +110,7 @@ class AutoCapacity:
         plain = shape._replace(depth=0, rows=shape.batch_size)
         return max(0.0, self.step_times.predict_step(shape) / self.step_times.predict_step(plain) - 1)
 
-    def _keep_or_change(
-        self, plan: StepPlan, batch_size: int, context_tokens: float, limits: DraftLimits
-    ) -> StepPlan:
+    def _keep_or_change(self, plan: StepPlan, batch_size: int, context_tokens: float, limits: DraftLimits) -> StepPlan:
         self._steps_in_mode += 1
         if self._speculates:
             is_slower = self.expected_gain < _GAIN_TO_LEAVE and self._steps_in_mode > _MIN_STEPS

@@ -26,9 +26,7 @@ class FixedCapacity:
     def __post_init__(self) -> None:
         k, tokens = self.per_request, self.absolute
         if (k is None) == (tokens is None):
-            raise ValueError(
-                f"give exactly one of per_request and absolute, got per_request={k!r} and absolute={tokens!r}"
-            )
+            raise ValueError(f"give exactly one of per_request and absolute, got per_request={k!r} and absolute={tokens!r}")
         if k is not None and not (_is_number(k, Real) and math.isfinite(k) and k > 0):
             raise ValueError(f"per_request must be a finite number above 0, got {k!r}")
         if tokens is not None and not (_is_number(tokens, Integral) and tokens > 0):

@@ -55,16 +55,14 @@ class DraftLimits:
 
     def shape_of(self, plan: StepPlan, batch_size: int, context_tokens: float = 0.0) -> StepShape:
         """What the time of a step planned so depends on."""
-        return StepShape(
-            batch_size, plan.depth, self.count_rows(batch_size, plan.capacity_tokens), context_tokens
-        )
+        return StepShape(batch_size, plan.depth, self.count_rows(batch_size, plan.capacity_tokens), context_tokens)
 
 
 class CapacityPolicy(Protocol):
     """Decides a step's depth and capacity on the host before the step's draft runs, from what earlier steps have shown.
 
-    A capacity that depended on this step's draft would not change the output's distribution (docs/how-it-works.md), but on a GPU
-    the host would have to wait for the draft.
+    A capacity that depended on this step's draft would not change the output's distribution (docs/how-it-works.md), but on a
+    GPU the host would have to wait for the draft.
     """
 
     def choose(self, batch_size: int, limits: DraftLimits, context_tokens: float = 0.0) -> StepPlan:

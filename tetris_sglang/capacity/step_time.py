@@ -143,9 +143,7 @@ class StepTimeModel:
         self._add(features, "branch", batch_sizes, np.maximum(depths - 1, 0).astype(float))
         return features
 
-    def predict(
-        self, features: np.ndarray, context_tokens: float = 0.0, values: np.ndarray | None = None
-    ) -> np.ndarray:
+    def predict(self, features: np.ndarray, context_tokens: float = 0.0, values: np.ndarray | None = None) -> np.ndarray:
         """Seconds [n] of steps described by `features` [n, num_parameters].
 
         Args:

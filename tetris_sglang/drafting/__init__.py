@@ -21,9 +21,9 @@ __all__ = [
     "TreeGrower",
     "TreeShape",
     "ancestor_mask",
-    "propose_matches",
     "count_nodes",
     "make_chains",
     "make_grid",
+    "propose_matches",
     "tree_survival",
 ]

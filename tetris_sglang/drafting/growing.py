@@ -54,9 +54,7 @@ class ChainGrower:
 
     frontier_rows = None
 
-    def __init__(
-        self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, match: Match | None = None
-    ) -> None:
+    def __init__(self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, match: Match | None = None) -> None:
         self._calibrate = calibrate
         self._matcher = None if match is None else Matcher(match, calibrate)
         self._is_followed = None if self._matcher is None else self._matcher.exists
@@ -112,9 +110,7 @@ class TreeGrower:
 
     frontier_rows: Tensor | None = None
 
-    def __init__(
-        self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, match: Match | None = None
-    ) -> None:
+    def __init__(self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, match: Match | None = None) -> None:
         batch, self._branches = tokens.shape
         self._calibrate = calibrate
         self._matcher = None if match is None else Matcher(match, calibrate)
@@ -145,9 +141,7 @@ class TreeGrower:
             probs, accept_probs, evidence = self._matcher.score(slice(level, level + 1), level + 1, choice)
             self._evidence.append(evidence)
         # Rounding cannot lift a child above its parent: a product with at most 1 rounds to at most the other factor.
-        survival = self._frontier_survival.repeat_interleave(self._branches, dim=1) * as_probability(
-            accept_probs
-        )
+        survival = self._frontier_survival.repeat_interleave(self._branches, dim=1) * as_probability(accept_probs)
         self._tokens.append(tokens)
         self._probs.append(probs)
         self._survival.append(survival)
@@ -163,9 +157,7 @@ class TreeGrower:
 
     def finish(self, max_nodes: int) -> Proposal:
         # Made on the device: copies from the host end the capture of a CUDA graph.
-        depths = torch.cat(
-            [level.new_full((level.shape[1],), depth) for depth, level in enumerate(self._tokens, 1)]
-        )
+        depths = torch.cat([level.new_full((level.shape[1],), depth) for depth, level in enumerate(self._tokens, 1)])
         return order_nodes(
             torch.cat(self._tokens, dim=1),
             torch.cat(self._survival, dim=1),

@@ -38,9 +38,7 @@ class Proposal(NamedTuple):
     """[batch, num_nodes] int64, what texts say of each token, see `texts.match`; None: was not asked."""
 
 
-def make_chains(
-    tokens: Tensor, accept_probs: Tensor, probs: Tensor, evidence: Tensor | None = None
-) -> Proposal:
+def make_chains(tokens: Tensor, accept_probs: Tensor, probs: Tensor, evidence: Tensor | None = None) -> Proposal:
     """Chains.
 
     Args:
@@ -98,8 +96,8 @@ def order_nodes(
     """Put nodes into the order of `Proposal` and keep the first `max_nodes`.
 
     Args:
-        tokens, survival, probs, evidence: [batch, n], level by level, so that a parent stands before its children; survival at most
-            the parent's; probs and evidence as in `Proposal`.
+        tokens, survival, probs, evidence: [batch, n], level by level, so that a parent stands before its children; survival
+            at most the parent's; probs and evidence as in `Proposal`.
         parents: [batch, n] int64, index of the parent, -1 for the root.
         depths: [n] int64, from 1.
     Sync: none; CUDA-graph safe.
@@ -116,9 +114,7 @@ def order_nodes(
     return Proposal(
         tokens.gather(1, order),
         survival.gather(1, order),
-        TreeShape(
-            torch.nn.functional.pad(parent_columns, (1, 0)), torch.nn.functional.pad(depths[order], (1, 0))
-        ),
+        TreeShape(torch.nn.functional.pad(parent_columns, (1, 0)), torch.nn.functional.pad(depths[order], (1, 0))),
         probs.gather(1, order),
         None if evidence is None else evidence.gather(1, order),
     )

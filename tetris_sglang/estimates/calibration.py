@@ -125,9 +125,7 @@ class Calibration:
         if max_depth < 1 or refresh_every < 1:
             raise ValueError(f"max_depth and refresh_every must be >= 1, got {max_depth} and {refresh_every}")
         if not prior_strength > 0 or not 0 < decay <= 1:
-            raise ValueError(
-                f"prior_strength must be above 0 and decay in (0, 1], got {prior_strength} and {decay}"
-            )
+            raise ValueError(f"prior_strength must be above 0 and decay in (0, 1], got {prior_strength} and {decay}")
         self.max_depth, self.device = max_depth, torch.device(device)
         self.prior_strength, self.decay, self.refresh_every = prior_strength, decay, refresh_every
         self._calls = 0

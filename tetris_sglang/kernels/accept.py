@@ -13,9 +13,7 @@ from tetris_sglang.packing import AcceptedTokens
 _BLOCK_REQUESTS = 16
 
 
-def accept_rows(
-    target_tokens: Tensor, qo_indptr: Tensor, candidates: Tensor, seq_lens: Tensor
-) -> AcceptedTokens:
+def accept_rows(target_tokens: Tensor, qo_indptr: Tensor, candidates: Tensor, seq_lens: Tensor) -> AcceptedTokens:
     """Accept each request's longest verified draft prefix that equals the target's own tokens.
 
     The rule of `tetris_sglang.acceptance.accept_chain`, greedy or sampled, on packed rows.

@@ -64,7 +64,7 @@ class PlanLayout(NamedTuple):
             layout.enable_cuda_graph == 1
             and layout.split_kv == 1
             and layout.cta_tile_q in (16, 32, 64, 128)
-            and 0 < layout.total_num_rows
+            and layout.total_num_rows > 0
             and 0 < layout.padded_batch_size < 2**20
             and all(0 <= offset < 2**40 and offset % 4 == 0 for offset in arrays)
             and layout.request_indices_offset
@@ -147,18 +147,14 @@ def plan_prefill(
     """
     check_device(workspace)
     if workspace.dtype != torch.uint8 or workspace.ndim != 1:
-        raise ValueError(
-            f"workspace must be a flat uint8 tensor, got {workspace.dtype} of {workspace.ndim} dimensions"
-        )
+        raise ValueError(f"workspace must be a flat uint8 tensor, got {workspace.dtype} of {workspace.ndim} dimensions")
     num_requests = qo_indptr.shape[0] - 1
     if num_requests < 1 or qo_indptr.shape != kv_indptr.shape or qo_indptr.ndim != 1:
         raise ValueError(
             f"qo_indptr and kv_indptr must be [requests + 1], got {tuple(qo_indptr.shape)} and {tuple(kv_indptr.shape)}"
         )
     if qo_indptr.dtype != torch.int32 or kv_indptr.dtype != torch.int32:
-        raise ValueError(
-            f"qo_indptr and kv_indptr must be int32, got {qo_indptr.dtype} and {kv_indptr.dtype}"
-        )
+        raise ValueError(f"qo_indptr and kv_indptr must be int32, got {qo_indptr.dtype} and {kv_indptr.dtype}")
     num_entries = max(layout.padded_batch_size, layout.total_num_rows + 1)
     _plan_prefill_kernel[(triton.cdiv(num_entries, _BLOCK_ITEMS),)](
         qo_indptr,

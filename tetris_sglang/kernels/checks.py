@@ -18,9 +18,7 @@ def check_device(tensor: Tensor) -> None:
         )
 
 
-def check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor
-) -> None:
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
     """Raise ValueError unless the tensor is contiguous and has this shape, dtype and `like`'s device."""
     if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != like.device:
         expected = " or ".join(str(dtype) for dtype in dtypes)

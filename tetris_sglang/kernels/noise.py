@@ -19,9 +19,7 @@ _MASK_31, _LARGEST_UNIFORM = tl.constexpr(reference.MASK_31), tl.constexpr(refer
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def perturb(
-    logits: Tensor, noise: RequestNoise, positions: Tensor, token_ids: Tensor | None = None
-) -> Tensor:
+def perturb(logits: Tensor, noise: RequestNoise, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """As `acceptance.noise.perturb`; its logarithms may differ in the last places, but for a draft and its target alike.
 
     Args:

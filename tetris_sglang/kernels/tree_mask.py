@@ -14,9 +14,7 @@ _STRIPES = 16
 _BLOCK_BYTES = 64
 
 
-def pack_tree_mask(
-    ancestors: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, packed: Tensor, mask_indptr: Tensor
-) -> None:
+def pack_tree_mask(ancestors: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, packed: Tensor, mask_indptr: Tensor) -> None:
     """Write which keys each verified node may see: its request's committed tokens, its ancestors and itself.
 
     The mask of a request is a [rows, kv_len] matrix of bits in row-major order, the lowest bit of a byte first; each
@@ -68,9 +66,7 @@ def pack_tree_mask_reference(ancestors: Tensor, rows: list[int], kv_lens: list[i
     packed = []
     for request, (num_rows, kv_len) in enumerate(zip(rows, kv_lens, strict=True)):
         bits = [
-            request >= len(ancestors)
-            or key < kv_len - num_rows
-            or bool(ancestors[request, row, key - (kv_len - num_rows)])
+            request >= len(ancestors) or key < kv_len - num_rows or bool(ancestors[request, row, key - (kv_len - num_rows)])
             for row in range(num_rows)
             for key in range(kv_len)
         ]

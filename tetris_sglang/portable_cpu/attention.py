@@ -144,10 +144,7 @@ class TorchRaggedBackend(AttentionBackend):
                 kv_lens.numpy(), q_lens.numpy(), query_cost=_QUERY_COST, group_cost=self.group_cost
             )
             order = torch.from_numpy(by_length)
-            parts = [
-                (part, max(1, int(kv_lens[part].max())), int(q_lens[part].max()))
-                for part in order.split(sizes)
-            ]
+            parts = [(part, max(1, int(kv_lens[part].max())), int(q_lens[part].max())) for part in order.split(sizes)]
         groups = [
             self._plan_group(
                 req_pool_indices[part],
@@ -165,9 +162,7 @@ class TorchRaggedBackend(AttentionBackend):
         self.forward_metadata = plan
         return plan
 
-    def plan_first(
-        self, req_pool_indices: Tensor, q_lens: Tensor, max_q_len: int, total_q_tokens: int
-    ) -> Plan:
+    def plan_first(self, req_pool_indices: Tensor, q_lens: Tensor, max_q_len: int, total_q_tokens: int) -> Plan:
         """`plan` for requests with nothing in the cache but the pass's own tokens, which needs no bias."""
         column = self.columns[:max_q_len]
         slots = self._slots(req_pool_indices, column < q_lens[:, None])
@@ -197,9 +192,7 @@ class TorchRaggedBackend(AttentionBackend):
         tile = torch.arange(tiles, device=q_lens.device) - (counts.cumsum(0) - counts)[owner]
         seen = ((tile + 1) * TILE_QUERIES).minimum(q_lens[owner])  # queries up to the tile's end
         kv_lens = (kv_lens - q_lens)[owner] + seen
-        return self.plan(
-            req_pool_indices[owner], kv_lens, seen - tile * TILE_QUERIES, max_kv_len, TILE_QUERIES, total
-        )
+        return self.plan(req_pool_indices[owner], kv_lens, seen - tile * TILE_QUERIES, max_kv_len, TILE_QUERIES, total)
 
     def _plan_group(
         self,
@@ -327,22 +320,14 @@ class TorchRaggedBackend(AttentionBackend):
             out = self._attend_group(q, layer, plan.groups[0])
         else:
             parts = q.split([group.bs * group.q for group in plan.groups])
-            out = torch.cat(
-                [
-                    self._attend_group(part, layer, group)
-                    for part, group in zip(parts, plan.groups, strict=True)
-                ]
-            )
+            out = torch.cat([self._attend_group(part, layer, group) for part, group in zip(parts, plan.groups, strict=True)])
         return out if plan.unpad is None else out.index_select(0, plan.unpad)
 
     def _attend_group(self, q: Tensor, layer, group: Group) -> Tensor:
         """[bs * q, heads * head_dim] attention of a group's padded queries, of the same shape."""
         bs, kv_heads = group.bs, layer.tp_k_head_num
         heads = layer.tp_q_head_num // kv_heads
-        keys, values = (
-            rows.view(bs, group.kv, kv_heads, -1).transpose(1, 2)
-            for rows in self._gather(layer.layer_id, group)
-        )
+        keys, values = (rows.view(bs, group.kv, kv_heads, -1).transpose(1, 2) for rows in self._gather(layer.layer_id, group))
         if group.q <= FOLDED_QUERIES and group.bias is not None:
             q = q.view(bs, group.q, kv_heads, heads, -1).transpose(1, 2)
             out = F.scaled_dot_product_attention(

@@ -8,8 +8,9 @@
 | `--max-running-requests` | 64 | the request table holds a full context for each |
 | `--mem-fraction-static` | 0.85 | of the memory that is free at start-up |
 | `--max-total-tokens` | 32768, less if they would take more than 2 GiB | two servers fit on a laptop |
-| `--disable-cuda-graph` | given, unless `--enable-torch-compile` is | SGLang's `--speculative-adaptive` tries to capture graphs otherwise |
-| `--disable-overlap-schedule` | given | the scheduler's own thread runs the models: what overlaps is a result's delay, and ended requests ride along |
+| `--disable-cuda-graph` | given, unless `--enable-torch-compile` is | SGLang's `--speculative-adaptive` tries to capture
+graphs otherwise | | `--disable-overlap-schedule` | given | the scheduler's own thread runs the models: what overlaps is a
+result's delay, and ended requests ride along |
 
 A user who gives `--mem-fraction-static` gets that share for the cache, without the last bound. SGLang has no flag that asks for
 overlap scheduling; SGLANG_TETRIS_CPU_OVERLAP=1 does, for those who test it.
@@ -80,9 +81,7 @@ def refuse_unsupported(cfg) -> None:
             f"leave the flag out to use {ATTENTION_BACKEND}"
         )
     if cfg.enable_torch_compile and cfg.attention_backend in (None, ATTENTION_BACKEND):
-        raise ValueError(
-            f"--enable-torch-compile does not work with --attention-backend {ATTENTION_BACKEND}; leave it out"
-        )
+        raise ValueError(f"--enable-torch-compile does not work with --attention-backend {ATTENTION_BACKEND}; leave it out")
     if cfg.speculative_use_rejection_sampling:
         raise ValueError(
             "--speculative-use-rejection-sampling runs a Triton kernel and needs an accelerator; without it, "

@@ -97,9 +97,7 @@ def create_draft_backend(original, factory, backend_name, backend_map, error_tem
 
         runner = factory.draft_model_runner
         if stamps_children:  # the draft loop's container, one backend per step
-            backend = attention.TorchRaggedMultiStepDraftBackend(
-                runner, factory.topk, factory.speculative_num_steps
-            )
+            backend = attention.TorchRaggedMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps)
         else:
             backend = attention.TorchRaggedBackend(runner)
         return ATTENTION_BACKEND, backend

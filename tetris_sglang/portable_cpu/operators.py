@@ -150,16 +150,12 @@ def build_tree_kernel_efficient_cpu(
 
     if tree_mask_mode == 1:  # QLEN_ONLY: n x n per request
         tree_mask.view(-1)[: bs * n * n].view(bs, n, n).copy_(visible)
-    elif (
-        tree_mask_mode == 0
-    ):  # FULL_MASK: n x (seq_len + n) per request, the prefix part filled by the caller
+    elif tree_mask_mode == 0:  # FULL_MASK: n x (seq_len + n) per request, the prefix part filled by the caller
         before = n * (seq_lens.cumsum(0) - seq_lens) + n * n * torch.arange(bs)
         row = before[:, None] + (seq_lens[:, None] + n) * node + seq_lens[:, None]
         tree_mask.view(-1)[(row[:, :, None] + node).view(-1)] = visible.reshape(-1)
     else:
-        raise NotImplementedError(
-            f"build_tree_kernel_efficient_cpu: tree_mask_mode {tree_mask_mode} is not supported"
-        )
+        raise NotImplementedError(f"build_tree_kernel_efficient_cpu: tree_mask_mode {tree_mask_mode} is not supported")
 
 
 def reconstruct_indices_from_tree_mask(
@@ -181,9 +177,7 @@ def reconstruct_indices_from_tree_mask(
     parent = torch.where(ancestor, node, -1).amax(-1)
     child = torch.where(ancestor, node[:, None], n).amin(1)
     retrive_next_token.view(bs, n).copy_(torch.where(child < n, child, -1))
-    later_twin = (
-        (parent[:, :, None] == parent[:, None, :]) & (node > node[:, None]) & (parent >= 0)[:, :, None]
-    )
+    later_twin = (parent[:, :, None] == parent[:, None, :]) & (node > node[:, None]) & (parent >= 0)[:, :, None]
     sibling = torch.where(later_twin, node, n).amin(-1)
     retrive_next_sibling.view(bs, n).copy_(torch.where(sibling < n, sibling, -1))
 
@@ -225,15 +219,11 @@ def accepted_paths(passes: Tensor, parent: Tensor, depth: int) -> tuple[Tensor, 
     return accepted, level
 
 
-def write_paths(
-    accept_index: Tensor, accept_token_num: Tensor, retrive_index: Tensor, accepted: Tensor, level: Tensor
-) -> None:
+def write_paths(accept_index: Tensor, accept_token_num: Tensor, retrive_index: Tensor, accepted: Tensor, level: Tensor) -> None:
     """Write `accept_index` [bs, depth] (row numbers by level, -1 after the path) and `accept_token_num` [bs]
     (accepted nodes, the root not counted) in place."""
     bs, depth = accept_index.shape
-    index = torch.full(
-        (bs, depth + 1), -1, dtype=accept_index.dtype
-    )  # the last column takes the refused nodes
+    index = torch.full((bs, depth + 1), -1, dtype=accept_index.dtype)  # the last column takes the refused nodes
     index.scatter_(1, torch.where(accepted, level, depth), retrive_index.to(index.dtype))
     accept_index.copy_(index[:, :depth])
     accept_token_num.copy_(accepted.sum(-1) - 1)
@@ -272,18 +262,14 @@ def verify_tree_greedy_cpu(
 # bookkeeping after verification
 
 
-def fill_bonus_tokens_cpu(
-    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
-) -> None:
+def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int) -> None:
     """`bonus_tokens[b]` = the last of request b's `accept_lens[b]` accepted tokens."""
     bs = accept_lens.shape[0]
     last = torch.arange(0, bs * accept_stride, accept_stride) + accept_lens - 1
     bonus_tokens[:bs] = accept_tokens.view(-1)[last].to(bonus_tokens.dtype)
 
 
-def fill_accept_out_cache_loc_cpu(
-    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
-) -> None:
+def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
     """Pack the slots of the accepted nodes (entries of `accept_index` other than -1)."""
     accepted = accept_index.view(-1)
     accepted = accepted[accepted > -1].long()
@@ -396,9 +382,7 @@ class _StandIn(types.ModuleType):
 
 def _unsupported(name: str, feature: str):
     def operator(*args, **kwargs):
-        raise NotImplementedError(
-            f"sgl_kernel.{name} ({feature}) is not available on the portable CPU platform"
-        )
+        raise NotImplementedError(f"sgl_kernel.{name} ({feature}) is not available on the portable CPU platform")
 
     operator.__name__ = name
     return operator

@@ -72,11 +72,7 @@ def register_algorithm() -> None:
 def _choose_attention_backend(server_args, previous) -> None:
     """Around SGLang's resolution step, which fills in a backend by model and device; TETRIS has its own preference."""
     arguments = resolving_view(server_args)
-    if (
-        is_tetris(arguments.speculative_algorithm)
-        and arguments.device == "cuda"
-        and arguments.attention_backend is None
-    ):
+    if is_tetris(arguments.speculative_algorithm) and arguments.device == "cuda" and arguments.attention_backend is None:
         declare_resolution(server_args, __name__, attention_backend=ATTENTION_BACKENDS["cuda"][0])
     previous(server_args)
 

@@ -125,14 +125,10 @@ _BACKEND_ARGUMENTS = (
 )
 _SPLIT_CONTEXT = "ranks would hold parts of a request's keys and values, and verify parts of a ragged pass"
 _SPLIT_EXPERTS = "ranks would have to agree on unlike parts of a ragged pass"
-_UNGUARDED = (
-    "SGLang loads no plugins where it takes requests, so TETRIS could not refuse what it cannot serve"
-)
+_UNGUARDED = "SGLang loads no plugins where it takes requests, so TETRIS could not refuse what it cannot serve"
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported(
-        "enable_lora", "--enable-lora", "LoRA adapters would apply to the target and not to the draft"
-    ),
+    Unsupported("enable_lora", "--enable-lora", "LoRA adapters would apply to the target and not to the draft"),
     Unsupported("lora_paths", "--lora-paths", "LoRA adapters would apply to the target and not to the draft"),
     Unsupported(
         "attn_dp_size",
@@ -157,16 +153,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--enable-two-batch-overlap",
         "a ragged pass cannot be split in two batches",
     ),
-    Unsupported(
-        "enable_pdmux", "--enable-pdmux", "PD multiplexing runs decode under another attention backend"
-    ),
-    Unsupported(
-        "disaggregation_mode", "--disaggregation-mode", "the draft's KV is not transferred between servers"
-    ),
+    Unsupported("enable_pdmux", "--enable-pdmux", "PD multiplexing runs decode under another attention backend"),
+    Unsupported("disaggregation_mode", "--disaggregation-mode", "the draft's KV is not transferred between servers"),
     Unsupported("enable_mixed_chunk", "--enable-mixed-chunk", "a mixed batch decodes without drafting"),
-    Unsupported(
-        "speculative_adaptive", "--speculative-adaptive", "it changes the draft length behind TETRIS's back"
-    ),
+    Unsupported("speculative_adaptive", "--speculative-adaptive", "it changes the draft length behind TETRIS's back"),
     Unsupported(
         "speculative_use_rejection_sampling",
         "--speculative-use-rejection-sampling",
@@ -192,9 +182,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--enable-hierarchical-cache",
         "the draft's KV is not offloaded with the target's",
     ),
-    Unsupported(
-        "enable_unified_memory", "--enable-unified-memory", "draft and target share slots of a plain pool"
-    ),
+    Unsupported("enable_unified_memory", "--enable-unified-memory", "draft and target share slots of a plain pool"),
     Unsupported("enable_watermark", "--enable-watermark", "its state is not advanced over a ragged pass"),
     Unsupported(
         "enable_custom_logit_processor",
@@ -400,9 +388,7 @@ def _load_config(path: str, flag: str, trust_remote_code: bool, revision: str | 
 
     looks_local = path.startswith(("/", ".", "~")) or os.path.exists(path)
     if looks_local and not os.path.isdir(path):
-        raise ValueError(
-            f"{flag} {path}: no such folder. Give a folder with config.json and weights, or a hub name."
-        )
+        raise ValueError(f"{flag} {path}: no such folder. Give a folder with config.json and weights, or a hub name.")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:

@@ -118,9 +118,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         "what SGLang asks of a registered algorithm",
     ),
     Symbol(_SPEC + "spec_registry.get_spec", ("name",), "whether TETRIS is registered"),
-    Symbol(
-        _SRT + "arg_groups.overrides.resolving_view", ("server_args",), "arguments while they are resolved"
-    ),
+    Symbol(_SRT + "arg_groups.overrides.resolving_view", ("server_args",), "arguments while they are resolved"),
     Symbol(
         _SRT + "arg_groups.overrides.declare_resolution",
         ("server_args", "source"),
@@ -131,17 +129,13 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("server_args",),
         "the step before which the attention backend is chosen",
     ),
-    Symbol(
-        _SRT + "arg_groups.resolution_hooks.register_resolution_hook", ("name",), "validation before loading"
-    ),
+    Symbol(_SRT + "arg_groups.resolution_hooks.register_resolution_hook", ("name",), "validation before loading"),
     Symbol(
         _SRT + "arg_groups.speculative_hook.handle_speculative_decoding",
         ("server_args",),
         "the step validated",
     ),
-    Symbol(
-        _SRT + "entrypoints.engine.Engine", ("server_args_class",), "speculative_tetris_* arguments of Engine"
-    ),
+    Symbol(_SRT + "entrypoints.engine.Engine", ("server_args_class",), "speculative_tetris_* arguments of Engine"),
     Symbol(_SRT + "runtime_context.get_device", (), "resolved configuration"),
     Symbol(_SRT + "runtime_context.get_parallel", (), "the tensor-parallel ranks, and which replica this is"),
     Symbol(
@@ -209,9 +203,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("custom_params",),
         "options of a request over the OpenAI API",
     ),
-    Symbol(
-        _SRT + "managers.io_struct.BatchStrOutput", ("spec_num_cap_tokens",), "selected tokens of a request"
-    ),
+    Symbol(_SRT + "managers.io_struct.BatchStrOutput", ("spec_num_cap_tokens",), "selected tokens of a request"),
     Symbol(
         _SRT + "managers.io_struct.BatchTokenIDOutput",
         ("spec_num_cap_tokens",),
@@ -306,12 +298,8 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("DECODE", "DRAFT_EXTEND_V2", "TARGET_VERIFY", "is_extend"),
         "kinds of passes",
     ),
-    Symbol(
-        _FORWARD + "forward_context.ForwardContext", ("attn_backend",), "one attention backend per draft pass"
-    ),
-    Symbol(
-        _FORWARD + "forward_context.forward_context", ("ctx", "forward_batch"), "one backend per draft pass"
-    ),
+    Symbol(_FORWARD + "forward_context.ForwardContext", ("attn_backend",), "one attention backend per draft pass"),
+    Symbol(_FORWARD + "forward_context.forward_context", ("ctx", "forward_batch"), "one backend per draft pass"),
     Symbol(
         _FORWARD + "model_runner.ModelRunner",
         ("attn_backend", "forward", "model", "model_config", "sampler"),
@@ -323,9 +311,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("all_gather_object", "broadcast", "cpu_group", "first_rank", "rank_in_group", "world_size"),
         "tensor-parallel ranks do what the first one decides",
     ),
-    Symbol(
-        _SRT + "distributed.parallel_state.GroupCoordinator.broadcast", ("input_", "src"), "drafts and draws"
-    ),
+    Symbol(_SRT + "distributed.parallel_state.GroupCoordinator.broadcast", ("input_", "src"), "drafts and draws"),
     Symbol(_SRT + "runtime_context.get_model", (), "the draft's own layout of shared experts"),
     Symbol(
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
@@ -453,22 +439,16 @@ SYMBOLS: tuple[Symbol, ...] = (
         "the target's ragged pass",
     ),
     Symbol(_SPEC + "spec_utils.draft_tp_context", ("layout",), "the draft's own tensor-parallel group"),
-    Symbol(
-        _SRT + "layers.moe.utils.speculative_moe_backend_context", (), "the draft's own kernels for experts"
-    ),
+    Symbol(_SRT + "layers.moe.utils.speculative_moe_backend_context", (), "the draft's own kernels for experts"),
     Symbol(
         _SRT + "layers.moe.utils.speculative_moe_a2a_backend_context",
         (),
         "the draft's own kernels for experts",
     ),
     Symbol(_SRT + "mem_cache.allocation_sizing.get_alloc_page_size", (), "how long a request's row is"),
-    Symbol(
-        _SRT + "mem_cache.allocation_sizing.get_alloc_reserve_per_decode", (), "how long a request's row is"
-    ),
+    Symbol(_SRT + "mem_cache.allocation_sizing.get_alloc_reserve_per_decode", (), "how long a request's row is"),
     Symbol(_SRT + "environ.Envs", ("SGLANG_RUST_SERVER",), "a server without plugins"),
-    Symbol(
-        _SRT + "environ.Envs", ("SGLANG_ENABLE_METADATA_GLUE_GRAPH",), "plans that are replayed, not made"
-    ),
+    Symbol(_SRT + "environ.Envs", ("SGLANG_ENABLE_METADATA_GLUE_GRAPH",), "plans that are replayed, not made"),
     Symbol(
         _SRT + "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator",
         ("is_required",),

@@ -69,22 +69,16 @@ def count_written(batch) -> None:
             penalties[_stop_token_ids(req, vocab_size)] = float("-inf")
         info.acc_additive_penalties[i] = send(penalties, device)
         if info.acc_scaling_penalties is not None:
-            info.acc_scaling_penalties[i] = send(
-                torch.where(is_written, params.repetition_penalty, 1.0), device
-            )
+            info.acc_scaling_penalties[i] = send(torch.where(is_written, params.repetition_penalty, 1.0), device)
 
 
 def _any_penalizer(sampling_info) -> bool:
     """Whether a running request has a penalty or min_new_tokens. Under overlap scheduling SGLang hands on sums alone."""
     orchestrator = sampling_info.penalizer_orchestrator
-    return sampling_info.acc_additive_penalties is not None or (
-        orchestrator is not None and orchestrator.is_required
-    )
+    return sampling_info.acc_additive_penalties is not None or (orchestrator is not None and orchestrator.is_required)
 
 
-def _penalise(
-    logits: Tensor, batch, grid: Grid, requests: Tensor, columns: Tensor, texts: RequestTexts
-) -> None:
+def _penalise(logits: Tensor, batch, grid: Grid, requests: Tensor, columns: Tensor, texts: RequestTexts) -> None:
     """Frequency, presence and repetition penalties, over what a request has written and, in a draft's row, over the drafts
     before it and itself: the row counts only if they are accepted.
 
@@ -92,9 +86,7 @@ def _penalise(
     before (patches/README.md).
     """
     device = logits.device
-    settings = send(
-        [[float(getattr(req.sampling_params, name)) for name in _PENALTIES] for req in batch.reqs], device
-    )
+    settings = send([[float(getattr(req.sampling_params, name)) for name in _PENALTIES] for req in batch.reqs], device)
     max_written = max(len(req.output_ids) for req in batch.reqs) + _STEPS_IN_FLIGHT * grid.tokens.shape[1]
     counts = texts.count(
         batch.req_pool_indices,
@@ -141,9 +133,7 @@ def _forbid_early_stop(logits: Tensor, batch, grid: Grid, requests: Tensor, colu
     Upstream's speculation masks by the number of steps, not of tokens (penaltylib/min_new_tokens.py).
     """
     depths = columns if grid.shape is None else grid.shape.depths[requests, columns]
-    bounds = send(
-        [len(req.origin_input_ids) + req.sampling_params.min_new_tokens for req in batch.reqs], logits.device
-    )
+    bounds = send([len(req.origin_input_ids) + req.sampling_params.min_new_tokens for req in batch.reqs], logits.device)
     # The token drawn in a row lands at position seq_lens + depth + 1.
     early = batch.seq_lens[requests] + depths + 1 < bounds[requests]
     stop_mask = torch.zeros(len(batch.reqs), logits.shape[-1], dtype=torch.bool)

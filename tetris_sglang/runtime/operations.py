@@ -70,20 +70,14 @@ class Operations(NamedTuple):
             draft_lens = torch.zeros_like(seq_lens, dtype=torch.int32)
         if grid.shape is None:
             return self.pack(draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens)
-        return pack_rows_reference(
-            draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens, depths=grid.shape.depths
-        )
+        return pack_rows_reference(draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens, depths=grid.shape.depths)
 
-    def accept_grid(
-        self, target_tokens: Tensor, packed: PackedTokens, grid: Grid, seq_lens: Tensor
-    ) -> AcceptedTokens:
+    def accept_grid(self, target_tokens: Tensor, packed: PackedTokens, grid: Grid, seq_lens: Tensor) -> AcceptedTokens:
         if grid.max_depth == 0:
             return accept_roots(target_tokens, grid.tokens[:, 0], seq_lens, grid.tokens.shape[1])
         if grid.shape is None:
             return self.accept(target_tokens, packed.qo_indptr, grid.tokens, seq_lens)
-        return accept_tree_rows(
-            target_tokens, packed.qo_indptr, grid.tokens, seq_lens, grid.shape, grid.max_depth
-        )
+        return accept_tree_rows(target_tokens, packed.qo_indptr, grid.tokens, seq_lens, grid.shape, grid.max_depth)
 
 
 def warm_up(
@@ -110,9 +104,7 @@ def warm_up(
             survival = torch.full((batch_size, num_drafts), 0.5, device=device)
             draft_lens = operations.select(survival, capacity_tokens)
             operations.select(survival, capacity_tokens, torch.ones(batch_size, device=device))
-        packed = operations.pack(
-            draft_lens, candidates, seq_lens, req_to_token, rows, batch_size + capacity_tokens
-        )
+        packed = operations.pack(draft_lens, candidates, seq_lens, req_to_token, rows, batch_size + capacity_tokens)
         # Greedy tokens and sampled ones.
         for dtype in (torch.int64, torch.int32):
             operations.accept(packed.input_ids.to(dtype), packed.qo_indptr, candidates, seq_lens)

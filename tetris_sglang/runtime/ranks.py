@@ -1,9 +1,9 @@
 """Tensor-parallel ranks must do the same in every step: what the first one decides holds for all.
 
-Every rank runs the scheduler, the draft and the selection for itself. Passes of unlike sizes would wait for each other for ever, and
-passes over unlike tokens add up to nonsense. So whatever may differ between ranks is the first one's: what depends on a clock or
-on when the host reads a value (`agree`), and what comes from floating-point numbers (`share`). SGLang's DSPARK does likewise
-(speculative/spec_tp_sync.py).
+Every rank runs the scheduler, the draft and the selection for itself. Passes of unlike sizes would wait for each other for
+ever, and passes over unlike tokens add up to nonsense. So whatever may differ between ranks is the first one's: what depends
+on a clock or on when the host reads a value (`agree`), and what comes from floating-point numbers (`share`). SGLang's DSPARK
+does likewise (speculative/spec_tp_sync.py).
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ class Ranks:
             return value
         # Not over SGLang's message queue (`broadcast_object`): a rank that is gone would be waited for without end there.
         values = [value]
-        torch.distributed.broadcast_object_list(
-            values, src=self._group.first_rank, group=self._group.cpu_group
-        )
+        torch.distributed.broadcast_object_list(values, src=self._group.first_rank, group=self._group.cpu_group)
         return values[0]
 
     def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:

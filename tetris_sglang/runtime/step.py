@@ -75,9 +75,7 @@ class StepRunner:
             draft_lens = None if proposal is None else self._select(batch, proposal, plan, wishes)
             draft_lens, grid = self._share(draft_lens, grid)
             table, rows = batch.req_to_token_pool.req_to_token, batch.req_pool_indices
-            packed = self._operations.pack_grid(
-                draft_lens, grid, batch.seq_lens, table, rows, tier or num_tokens
-            )
+            packed = self._operations.pack_grid(draft_lens, grid, batch.seq_lens, table, rows, tier or num_tokens)
             slots = find_grid_slots(grid, batch)
 
         # Copied to the host while the target's pass runs.

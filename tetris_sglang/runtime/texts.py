@@ -42,11 +42,7 @@ class RequestTexts:
             (slots, columns + max_emitted), dtype=torch.int32, device=req_to_token_pool.req_to_token.device
         )
         """[slots, columns], a text from column 0 on."""
-        self.recent = (
-            RecentTexts(slots, vocab_size, self.tokens.device, are_shared=are_shared)
-            if are_searched
-            else None
-        )
+        self.recent = RecentTexts(slots, vocab_size, self.tokens.device, are_shared=are_shared) if are_searched else None
         """Where matches are found, after `flush`."""
         self._waiting: list[Tensor] = []
         self._waiting_for: tuple[Sequence, Tensor] = (), torch.empty(0)
@@ -144,9 +140,7 @@ class RequestTexts:
         columns = starts[:, None] + torch.arange(most, device=starts.device)
         counts = columns < ends[:, None]
         tokens = self.tokens[rows[:, None], columns.clamp(max=self.tokens.shape[1] - 1)].long()
-        return counts.new_zeros((len(rows), vocab_size), dtype=torch.float32).scatter_add_(
-            1, tokens, counts.float()
-        )
+        return counts.new_zeros((len(rows), vocab_size), dtype=torch.float32).scatter_add_(1, tokens, counts.float())
 
 
 def _space(req) -> int:

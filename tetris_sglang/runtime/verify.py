@@ -1,7 +1,8 @@
 """One ragged target pass over the selected draft tokens of the whole batch.
 
-Numbering: a request's verified tokens are columns of a strided [batch, width] grid, width = --speculative-num-draft-tokens; column 0 is
-the bonus token of the step before (the root), columns 1..draft_lens are the selected drafts. Only the target's pass is
+Numbering: a request's verified tokens are columns of a strided [batch, width] grid, width = --speculative-num-draft-tokens;
+column 0 is the bonus token of the step before (the root), columns 1..draft_lens are the selected drafts. Only the target's
+pass is
 packed: its rows are the grid's selected cells in row-major order.
 """
 
@@ -53,9 +54,7 @@ class TetrisVerifyInput(EagleVerifyInput):
         layout = self.ragged_verify_layout
         kv_lens = paged_kernel_lens + layout.verify_lens
         kv_indptr = torch.nn.functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        kv_indices = torch.empty(
-            paged_kernel_lens_sum + layout.graph_num_tokens, dtype=torch.int32, device=kv_lens.device
-        )
+        kv_indices = torch.empty(paged_kernel_lens_sum + layout.graph_num_tokens, dtype=torch.int32, device=kv_lens.device)
         translator.pack_read_stream(
             plan,
             req_pool_indices=req_pool_indices,
@@ -122,10 +121,7 @@ def make_verify_input(
 def graph_tier(target_worker, batch_size: int, num_tokens: int) -> int | None:
     """The rows of the smallest captured target pass that takes `num_tokens`; None where such a pass runs without a graph."""
     runner = target_worker.model_runner.decode_cuda_graph_runner  # None on a CPU
-    if (
-        not getattr(runner, "ragged_verify_mode", False)
-        or not runner.attn_backend.supports_ragged_verify_graph
-    ):
+    if not getattr(runner, "ragged_verify_mode", False) or not runner.attn_backend.supports_ragged_verify_graph:
         return None
     if num_tokens > runner.capture_num_tokens[-1]:
         return None
@@ -216,9 +212,7 @@ def sample_target(
     logprob_logits = logits.clone() if batch.return_logprob else None
     settings = {name: getattr(sampling_info, name) for name in _PER_REQUEST}
     if grid.max_depth:
-        settings = {
-            name: None if setting is None else setting[requests] for name, setting in settings.items()
-        }
+        settings = {name: None if setting is None else setting[requests] for name, setting in settings.items()}
     tokens = sampler(
         logits_output,
         replace(
@@ -267,9 +261,7 @@ def _link_nodes(shape: TreeShape) -> tuple[Tensor, Tensor]:
     children = (parents[:, None, :] == columns[:, None]) & is_node[:, None, :]
     siblings = (parents[:, None, :] == parents[:, :, None]) & (columns > columns[:, None])
     siblings &= is_node[:, None, :] & is_node[:, :, None]
-    return tuple(
-        torch.where(related.any(dim=2), related.int().argmax(dim=2), -1) for related in (children, siblings)
-    )
+    return tuple(torch.where(related.any(dim=2), related.int().argmax(dim=2), -1) for related in (children, siblings))
 
 
 def compute_logprobs(

@@ -109,9 +109,7 @@ class TetrisWorker(BaseSpecWorker):
         num_slots = len(runner.req_to_token_pool.req_to_token)
         self._operations = get_operations(self.device, config.selection)
         # The worker's seed, which is resolved and the same on all ranks; the arguments have what was given.
-        self._seeds = RequestSeeds(
-            num_slots, self._target_worker.random_seed, get_parallel().dp_rank, self.device
-        )
+        self._seeds = RequestSeeds(num_slots, self._target_worker.random_seed, get_parallel().dp_rank, self.device)
         install_sampler(runner, self._operations.draw)
         self._texts = RequestTexts(
             runner.req_to_token_pool,
@@ -232,9 +230,7 @@ class TetrisWorker(BaseSpecWorker):
         hidden_states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
         for observer in self._observers:
             observer.begin(batch, result.next_token_ids)
-        result.next_draft_input = self._draft.prefill(
-            batch, input_ids, hidden_states, result.next_token_ids, kv_loc_plan
-        )
+        result.next_draft_input = self._draft.prefill(batch, input_ids, hidden_states, result.next_token_ids, kv_loc_plan)
         return result
 
     # -- planning --------------------------------------------------------------------------------------------------

@@ -30,9 +30,7 @@ __all__ = [
 class Selector(Protocol):
     """A rule that chooses draft_lens [batch] int32; see `select_prefixes`."""
 
-    def __call__(
-        self, survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None
-    ) -> Tensor: ...
+    def __call__(self, survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None) -> Tensor: ...
 
 
 def get_selector(name: str) -> Selector:
@@ -49,9 +47,7 @@ def get_selector(name: str) -> Selector:
     return _SELECTORS[name]
 
 
-def _select_on_host(
-    survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None
-) -> Tensor:
+def _select_on_host(survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None) -> Tensor:
     caps = None if max_draft_lens is None else max_draft_lens.tolist()
     draft_lens = select_prefixes_reference(survival.tolist(), int(capacity_tokens), caps)
     return torch.tensor(draft_lens, dtype=torch.int32, device=survival.device)

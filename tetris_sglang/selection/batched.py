@@ -8,9 +8,7 @@ from torch import Tensor
 from tetris_sglang.selection.survival import SMALLEST_SURVIVAL
 
 
-def select_prefixes(
-    survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None
-) -> Tensor:
+def select_prefixes(survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None) -> Tensor:
     """Choose the per-request draft prefixes that maximise the expected number of accepted tokens.
 
     TETRIS (arXiv:2502.15197), Algorithm 1. Survival never rises along a request, so the `capacity_tokens`
@@ -33,9 +31,7 @@ def select_prefixes(
     Example: [[.9, .8], [.5, .1]], 3 -> [2, 1]
     """
     if survival.ndim != 2 or not survival.is_floating_point():
-        raise ValueError(
-            f"survival must be floats [batch, max_draft], got {survival.dtype} {tuple(survival.shape)}"
-        )
+        raise ValueError(f"survival must be floats [batch, max_draft], got {survival.dtype} {tuple(survival.shape)}")
     batch, max_draft = survival.shape
     device = survival.device
     if max_draft_lens is not None:
@@ -78,7 +74,8 @@ def fill_capacity(
             within a request still is. Default: 1.
         select: `select_prefixes`, or a baseline.
     Returns:
-        draft_lens: [batch] int32, sum = capacity_tokens, or all drafts of the requests with a weight above 0 if those are fewer.
+        draft_lens: [batch] int32, sum = capacity_tokens, or all drafts of the requests with a weight above 0 if those are
+            fewer.
     Sync: none; CUDA-graph safe.
     Example: [[.9, .8], [.5, 0]], 3, weights [.5, 1] -> [2, 1]
     """

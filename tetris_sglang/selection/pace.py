@@ -7,9 +7,9 @@ token counts by what it adds to the sum over requests of
 
     U(x) = x^(1 - a) / (1 - a)        (log x for a = 1),
 
-x the tokens that the request has been emitting per step that verified drafts: its survivals are multiplied with x^-a. One weight for all of
-a request's tokens, so the choice stays prefix-closed, and a request that is fast because it is in a stretch that repeats
-itself keeps that stretch. a = 0 is TETRIS as the paper has it.
+x the tokens that the request has been emitting per step that verified drafts: its survivals are multiplied with x^-a. One
+weight for all of a request's tokens, so the choice stays prefix-closed, and a request that is fast because it is in a stretch
+that repeats itself keeps that stretch. a = 0 is TETRIS as the paper has it.
 """
 
 import torch
@@ -60,7 +60,8 @@ class RequestPace:
         """Count a step.
 
         Args:
-            rows: [batch] the requests' slots, all different. emitted: [batch] integers, tokens of each, the bonus token included.
+            rows: [batch] the requests' slots, all different. emitted: [batch] integers, tokens of each, the bonus token
+                included.
         Sync: none.
         """
         step = torch.stack((emitted.float(), torch.ones_like(emitted, dtype=torch.float32)))

@@ -19,19 +19,19 @@ from tetris_sglang.texts.match import (
 )
 
 __all__ = [
-    "Calibrate",
-    "trust",
-    "Matcher",
-    "FIRST_EXTENSION",
     "FIRST_COPIED",
+    "FIRST_EXTENSION",
     "INITIAL_OFFSETS",
     "NO_EXTENSION",
     "NUM_EVIDENCE",
+    "Calibrate",
     "Match",
+    "Matcher",
     "RecentTexts",
     "extension_evidence",
     "is_copied",
     "is_matching",
     "min_passes",
+    "trust",
     "trust_match_lens",
 ]

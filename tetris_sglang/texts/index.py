@@ -3,8 +3,8 @@
 Requests repeat themselves, and each other: answers about one document, files of one project, an agent's steps. SGLang's NGRAM
 (sglang/srt/speculative/cpp_ngram) and SuffixDecoding (arXiv:2411.04975) keep what was written in a trie on the host. Here the
 last tokens of the latest requests, running or ended, are kept on the device, and a hash table that says where each n-gram stood
-last: in the request's own text and, if texts are shared, in anyone's. An entry may be overwritten, or point at what is gone: whatever is found is
-compared with the text before it counts.
+last: in the request's own text and, if texts are shared, in anyone's. An entry may be overwritten, or point at what is gone:
+whatever is found is compared with the text before it counts.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class RecentTexts:
         self.width, self._vocab_size = width, vocab_size
         self._num_scopes = 1 + are_shared
         self._nowhere = num_rows * width
-        # Texts one behind the other, each a ring; then a place for what is not to be kept, and what indices below 0 lead to. Empty
-        # places equal no token.
+        # Texts one behind the other, each a ring; then a place for what is not to be kept, and what indices below 0 lead to.
+        # Empty places equal no token.
         self._tokens = torch.full((self._nowhere + 1 + MAX_MATCH,), -2, dtype=torch.int32, device=device)
         self._ends = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """Tokens of each text."""
@@ -147,9 +147,7 @@ class RecentTexts:
         ends = self._ends[rows]
         steps = torch.arange(num_tokens, device=slots.device)
         is_known = steps < counts[:, None]
-        places = torch.where(
-            is_known, (ends[:, None] + steps) % self.width + (rows * self.width)[:, None], self._nowhere
-        )
+        places = torch.where(is_known, (ends[:, None] + steps) % self.width + (rows * self.width)[:, None], self._nowhere)
         tokens = tokens.to(torch.int32) ^ self._keys[slots][:, None]
         self._tokens[places] = tokens
         self._ends[rows] = ends + counts
@@ -160,9 +158,7 @@ class RecentTexts:
         hashes = (hashes[:, :, None] + self._salts[slots][:, None]).flatten(2)
         entries = (hashes >> self._hash_shift) & self._hash_mask
         self._tails[slots] = tokens.gather(1, counts[:, None] + (self._tail + MAX_MATCH))
-        self._entries[slots] = entries.gather(
-            1, counts[:, None, None].expand(-1, 1, entries.shape[2])
-        ).squeeze(1)
+        self._entries[slots] = entries.gather(1, counts[:, None, None].expand(-1, 1, entries.shape[2])).squeeze(1)
         self._time += 1
         written = torch.where(is_known[:, :, None], entries[:, :-1], self._hash_mask + 1)
         stamped = (places + (self._time << self._time_shift))[:, :, None].expand_as(written)
@@ -171,8 +167,9 @@ class RecentTexts:
     def find(self, slots: Tensor, depth: int) -> Match:
         """What followed the last time one of the texts ended as these do.
 
-        Of the n-grams that end a text, the place of the one that matches longest is taken: in the request's own text, or, where more
-        than twice as many tokens match there, in another one. Beyond a text's end its last tokens are repeated, as LZ77 does.
+        Of the n-grams that end a text, the place of the one that matches longest is taken: in the request's own text, or,
+        where more than twice as many tokens match there, in another one. Beyond a text's end its last tokens are repeated, as
+        LZ77 does.
 
         Args:
             slots: [batch]. depth: tokens that are wanted.

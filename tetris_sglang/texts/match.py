@@ -46,7 +46,8 @@ INITIAL_OFFSETS = (
 )
 """Log-odds of each kind before anything was seen. A copied token counts for little: drafts that contradict the text have to
 fail first, so a draft that is always right keeps all of its tokens. A extension one takes no model's place: it begins with what
-such tokens were worth in sampled answers of SmolLM2-135M-Instruct (0.16, 0.46, 0.69 and 0.90 accepted, by rising match length)."""
+such tokens were worth in sampled answers of SmolLM2-135M-Instruct (0.16, 0.46, 0.69 and 0.90 accepted, by rising match
+length)."""
 
 
 class Calibrate(Protocol):
@@ -119,7 +120,8 @@ def min_passes(evidence: Tensor, num_extension: int) -> Tensor:
 
 
 def _length_exponents(match: Match) -> Tensor:
-    """[batch, depth] int64, of the tokens shared before each token the classes: 1 for a length of 1, 2 for 2 to 3, 3 for 4 to 7."""
+    """[batch, depth] int64, of the tokens shared before each token the classes: 1 for a length of 1, 2 for 2 to 3, 3 for 4 to
+    7."""
     levels = torch.arange(match.tokens.shape[1], device=match.tokens.device)
     lens = (match.match_lens[:, None] + levels).to(torch.float32)
     # The binary exponent is the class.
@@ -252,9 +254,7 @@ class Matcher:
             probs [batch, n] float32, the draft's own, COPIED_PROB where copied; scores [batch, n] float32, calibrated;
             evidence [batch, n] int64 below NUM_EVIDENCE.
         """
-        evidence = (self._contradicted[:, levels] - choice.agrees.to(torch.int64)).where(
-            choice.was_followed, NO_EVIDENCE
-        )
+        evidence = (self._contradicted[:, levels] - choice.agrees.to(torch.int64)).where(choice.was_followed, NO_EVIDENCE)
         evidence = torch.where(choice.is_copied, self._copied[:, levels], evidence)
         probs = choice.probs.masked_fill(choice.is_copied, COPIED_PROB)
         return probs, self._calibrate(probs, depths, evidence), evidence

@@ -61,9 +61,7 @@ def print_table(findings: Sequence[Finding], console: Console | None = None) -> 
     console = console or Console()
     console.print(table)
     problems = sum(finding.status == "problem" for finding in findings)
-    verdict = (
-        f"{problems} problem(s) would stop TETRIS." if problems else "Nothing found that would stop TETRIS."
-    )
+    verdict = f"{problems} problem(s) would stop TETRIS." if problems else "Nothing found that would stop TETRIS."
     console.print(f"\n{verdict}", style=_STYLES["problem" if problems else "ok"])
 
 
@@ -97,8 +95,7 @@ def _check_libraries() -> Iterator[Finding]:
         yield Finding(
             "hint",
             "libnuma",
-            "missing; a server starts without it. SGLang binds GPU servers to NUMA nodes with it: apt-get install "
-            "libnuma1.",
+            "missing; a server starts without it. SGLang binds GPU servers to NUMA nodes with it: apt-get install libnuma1.",
         )
 
 
@@ -131,9 +128,7 @@ def _check_entry_points() -> Iterator[Finding]:
             f"Unset the variable.",
         )
     if not allowed and not selected:
-        yield Finding(
-            "ok", "entry points", f"{_ENTRY_POINT} in {' and '.join(ENTRY_POINT_GROUPS)}, not filtered"
-        )
+        yield Finding("ok", "entry points", f"{_ENTRY_POINT} in {' and '.join(ENTRY_POINT_GROUPS)}, not filtered")
 
 
 def _check_variables() -> Iterator[Finding]:
@@ -198,9 +193,7 @@ def _check_sglang(server_arguments: list[str]) -> Iterator[Finding]:
     for name in missing:
         yield Finding("problem", "symbol", f"{name} is missing in this SGLang. {_SUPPORTED_RELEASE}")
     if not missing:
-        yield Finding(
-            "ok", "symbols", f"all {len(inventory.SYMBOLS)} upstream symbols that TETRIS relies on are there"
-        )
+        yield Finding("ok", "symbols", f"all {len(inventory.SYMBOLS)} upstream symbols that TETRIS relies on are there")
     yield from arguments
 
 
@@ -270,25 +263,19 @@ def _check_arguments(server_arguments: list[str]) -> Iterator[Finding]:
     except SystemExit:
         yield Finding("problem", "arguments", usage.getvalue().rpartition("error: ")[2].strip())
         return
-    except Exception as error:  # noqa: BLE001 - whatever would end the server's start-up
+    except Exception as error:
         yield Finding("problem", "arguments", f"{type(error).__name__}: {error}")
         return
     resolved = resolving_view(args)
     if resolved.speculative_algorithm != "TETRIS":
-        yield Finding(
-            "hint", "arguments", f"--speculative-algorithm {resolved.speculative_algorithm} is not TETRIS."
-        )
+        yield Finding("hint", "arguments", f"--speculative-algorithm {resolved.speculative_algorithm} is not TETRIS.")
         return
     yield Finding("ok", "attention backend", str(resolved.attention_backend))
     config = TetrisConfig.from_environment(resolved.speculative_num_steps)
     from tetris_sglang.runtime.drafts.kind import current_kind
 
     topk = resolved.speculative_eagle_topk
-    shape = (
-        "chains"
-        if topk == 1
-        else f"trees, {topk} branches, {resolved.speculative_num_draft_tokens - 1} nodes"
-    )
+    shape = "chains" if topk == 1 else f"trees, {topk} branches, {resolved.speculative_num_draft_tokens - 1} nodes"
     yield Finding("ok", "draft", f"{current_kind()}, {shape}")
     yield Finding("ok", "arguments", f"accepted: {_describe(config)}")
 

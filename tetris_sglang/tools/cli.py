@@ -37,14 +37,10 @@ def check(
 @app.command()
 def explain(
     batch_size: Annotated[int | None, typer.Option(help="Running requests.", show_default="5")] = None,
-    max_draft: Annotated[
-        int | None, typer.Option(help="Tokens drafted per request.", show_default="6")
-    ] = None,
+    max_draft: Annotated[int | None, typer.Option(help="Tokens drafted per request.", show_default="6")] = None,
     capacity_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Draft tokens verified over the whole batch.", show_default="2 per request; 3 with --trees"
-        ),
+        typer.Option(help="Draft tokens verified over the whole batch.", show_default="2 per request; 3 with --trees"),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the invented probabilities.", show_default="0")] = None,
     trees: Annotated[bool, typer.Option("--trees", help="Draw draft trees instead of chains.")] = False,
@@ -68,9 +64,7 @@ def replay(
     ],
     capacity_per_request: Annotated[
         str | None,
-        typer.Option(
-            help="Drafts verified per step, averaged over the requests; several.", show_default="0.5,1,2,3,4"
-        ),
+        typer.Option(help="Drafts verified per step, averaged over the requests; several.", show_default="0.5,1,2,3,4"),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -80,9 +74,7 @@ def replay(
         int | None,
         typer.Option(help="Draws of the random rule, and shuffles with --batch-size.", show_default="1"),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the random rule and the shuffles.", show_default="0")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random rule and the shuffles.", show_default="0")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw a figure; needs matplotlib.")] = None,
 ) -> None:
@@ -108,12 +100,8 @@ def replay(
 @app.command()
 def demo(
     repeats: Annotated[int | None, typer.Option(help="Passes per server and load.", show_default="2")] = None,
-    model_path: Annotated[
-        str | None, typer.Option(help="Your own target.", show_default="SmolLM2-135M-Instruct")
-    ] = None,
-    draft_model_path: Annotated[
-        str | None, typer.Option(help="An EAGLE-3 head of it.", show_default="the shipped one")
-    ] = None,
+    model_path: Annotated[str | None, typer.Option(help="Your own target.", show_default="SmolLM2-135M-Instruct")] = None,
+    draft_model_path: Annotated[str | None, typer.Option(help="An EAGLE-3 head of it.", show_default="the shipped one")] = None,
 ) -> None:
     """Serve a real model with TETRIS, with SGLang's own speculation and with none, and compare the three."""
     from tetris_sglang.tools.demo import demo
@@ -148,28 +136,18 @@ def simulate(
         str | None,
         typer.Option(help="Recorded drafts; several files, separated by commas, are as many classes."),
     ] = None,
-    classes: Annotated[
-        Path | None, typer.Option(help="Instead of --trace: request classes, JSON (docs/simulate.md).")
-    ] = None,
+    classes: Annotated[Path | None, typer.Option(help="Instead of --trace: request classes, JSON (docs/simulate.md).")] = None,
     pass_times: Annotated[
         Path | None, typer.Option(help="What a server timed: $SGLANG_TETRIS_CACHE/pass_times/*.json.")
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="Instead of --pass-times: a roofline of a100, h100, h200 or l40s. Modelled, not measured."
-        ),
+        typer.Option(help="Instead of --pass-times: a roofline of a100, h100, h200 or l40s. Modelled, not measured."),
     ] = None,
     model_b: Annotated[float | None, typer.Option(help="Target's parameters, 1e9.", show_default="8")] = None,
-    draft_b: Annotated[
-        float | None, typer.Option(help="Draft's parameters, 1e9.", show_default="0.5")
-    ] = None,
-    kv_kib_per_token: Annotated[
-        float | None, typer.Option(help="Of the target's KV cache.", show_default="128")
-    ] = None,
-    host_ms: Annotated[
-        float | None, typer.Option(help="Host time per step.", show_default="5% of the target's pass")
-    ] = None,
+    draft_b: Annotated[float | None, typer.Option(help="Draft's parameters, 1e9.", show_default="0.5")] = None,
+    kv_kib_per_token: Annotated[float | None, typer.Option(help="Of the target's KV cache.", show_default="128")] = None,
+    host_ms: Annotated[float | None, typer.Option(help="Host time per step.", show_default="5% of the target's pass")] = None,
     arrivals: Annotated[
         str | None,
         typer.Option(help="closed, poisson, gamma, or a file of seconds.", show_default="closed"),
@@ -188,21 +166,13 @@ def simulate(
         int | None,
         typer.Option(help="Simulated per setting.", show_default="2000, or 4 per user if that is more"),
     ] = None,
-    prompt_len: Annotated[
-        str | None, typer.Option(help="Tokens: N, LOW-HIGH or exp:MEAN.", show_default="exp:256")
-    ] = None,
-    output_len: Annotated[
-        str | None, typer.Option(help="Tokens: N, LOW-HIGH or exp:MEAN.", show_default="exp:256")
-    ] = None,
-    max_running: Annotated[
-        int | None, typer.Option(help="Requests in one replica's batch.", show_default="256")
-    ] = None,
+    prompt_len: Annotated[str | None, typer.Option(help="Tokens: N, LOW-HIGH or exp:MEAN.", show_default="exp:256")] = None,
+    output_len: Annotated[str | None, typer.Option(help="Tokens: N, LOW-HIGH or exp:MEAN.", show_default="exp:256")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Requests in one replica's batch.", show_default="256")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Of a prefill batch.", show_default="8192")] = None,
     kv_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="A replica's KV cache.", show_default="what the device holds; unlimited with --pass-times"
-        ),
+        typer.Option(help="A replica's KV cache.", show_default="what the device holds; unlimited with --pass-times"),
     ] = None,
     replicas: Annotated[int | None, typer.Option(help="Servers behind a router.", show_default="1")] = None,
     router: Annotated[
@@ -216,21 +186,11 @@ def simulate(
             show_default="none,sd3,tetris3+1,auto",
         ),
     ] = None,
-    capacities: Annotated[
-        str | None, typer.Option(help="What capacity is worth: C / batch, with the deepest drafts.")
-    ] = None,
-    slo_e2e_ms: Annotated[
-        float | None, typer.Option(help="What a fleet saves: replicas for this 99th percentile.")
-    ] = None,
-    slo_tpot_ms: Annotated[
-        float | None, typer.Option(help="As --slo-e2e-ms, but per token after the first.")
-    ] = None,
-    max_replicas: Annotated[
-        int | None, typer.Option(help="How far that search goes.", show_default="64")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Settings simulated at once.", show_default="all cores")
-    ] = None,
+    capacities: Annotated[str | None, typer.Option(help="What capacity is worth: C / batch, with the deepest drafts.")] = None,
+    slo_e2e_ms: Annotated[float | None, typer.Option(help="What a fleet saves: replicas for this 99th percentile.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="As --slo-e2e-ms, but per token after the first.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(help="How far that search goes.", show_default="64")] = None,
+    threads: Annotated[int | None, typer.Option(help="Settings simulated at once.", show_default="all cores")] = None,
     seed: Annotated[int | None, typer.Option(help="Of everything drawn.", show_default="0")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw gain and tail latency by load.")] = None,

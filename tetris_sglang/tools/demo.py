@@ -103,9 +103,7 @@ def _run(console: Console, repeats: int, model_path: str | None, head: str | Non
         head = str(find_head())
         with console.status("SmolLM2-135M-Instruct: the first time it is fetched (93 MB) and dequantised"):
             model_path = str(ensure_target())
-    console.print(
-        f"target  {_shorten(model_path)}\ndraft   {_shorten(head)}", highlight=False, soft_wrap=True
-    )
+    console.print(f"target  {_shorten(model_path)}\ndraft   {_shorten(head)}", highlight=False, soft_wrap=True)
     prompts = render_chats(model_path, [question.text for question in read_questions()])
 
     console.rule("2. Three SGLang servers")
@@ -119,9 +117,7 @@ def _run(console: Console, repeats: int, model_path: str | None, head: str | Non
         for name, flags in arguments.items():
             command = [sys.executable, "-m", "sglang.launch_server", *flags]
             console.print(f"[bold]{name}[/]", highlight=False)
-            console.print(
-                "  " + " ".join(map(_shorten, command)), soft_wrap=True, highlight=False, markup=False
-            )
+            console.print("  " + " ".join(map(_shorten, command)), soft_wrap=True, highlight=False, markup=False)
         _start(servers, stack, prompts, console)
 
         console.rule("3. TETRIS through the OpenAI API")
@@ -158,9 +154,7 @@ def _shorten(argument: Path | str) -> str:
 # -- the servers ---------------------------------------------------------------------------------------------
 
 
-def _start(
-    servers: dict[str, ServerProcess], stack: ExitStack, prompts: Sequence[str], console: Console
-) -> None:
+def _start(servers: dict[str, ServerProcess], stack: ExitStack, prompts: Sequence[str], console: Console) -> None:
     """Start all; each is warmed up, then frozen until its turn."""
 
     def warm_up(server: ServerProcess) -> None:
@@ -242,9 +236,7 @@ def _measure(server: ServerProcess, prompts: Sequence[str], concurrency: int) ->
     generate(server.url, prompts[-1:], concurrency=1, max_new_tokens=4)  # wakes it up
     flush_cache(server.url)
     lengths = [MAX_NEW_TOKENS[i % len(MAX_NEW_TOKENS)] for i in range(len(prompts))]
-    completions, seconds = generate(
-        server.url, prompts, concurrency=concurrency, max_new_tokens=lengths, ignore_eos=False
-    )
+    completions, seconds = generate(server.url, prompts, concurrency=concurrency, max_new_tokens=lengths, ignore_eos=False)
     return Run(
         tokens_per_s=sum(c.meta_info["completion_tokens"] for c in completions) / seconds,
         counts=count_drafts(c.meta_info for c in completions),
@@ -267,9 +259,7 @@ def _report(runs: dict[tuple[str, int], list[Run]], console: Console) -> tuple[i
             table.add_row(str(concurrency), name, speed, "1", "", "", "")
             continue
         ratios = [o.tokens_per_s / p.tokens_per_s for o, p in zip(own, plain, strict=True)]
-        same = [
-            a == b for o, p in zip(own, plain, strict=True) for a, b in zip(o.texts, p.texts, strict=True)
-        ]
+        same = [a == b for o, p in zip(own, plain, strict=True) for a, b in zip(o.texts, p.texts, strict=True)]
         counts = DraftCounts(*(sum(values) for values in zip(*map(_as_tuple, own), strict=True)))
         loses = round(median(ratios), 2) < 1
         table.add_row(

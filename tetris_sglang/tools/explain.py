@@ -212,8 +212,7 @@ def draw_selection(
     chains = survival.tolist()
 
     console.print(
-        f"{batch} requests drafted {max_draft} tokens each; "
-        f"{capacity_tokens} of {batch * max_draft} may be verified.",
+        f"{batch} requests drafted {max_draft} tokens each; {capacity_tokens} of {batch * max_draft} may be verified.",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -248,8 +247,7 @@ def draw_selection(
         verified, accepted = sum(lens), expect_accepted(chains, lens)
         success = f" ({accepted / verified:.0%})" if verified else ""
         console.print(
-            f"{name:<14} {batch + accepted:6.2f} tokens per step: "
-            f"{accepted:.2f} of {verified} verified accepted{success}",
+            f"{name:<14} {batch + accepted:6.2f} tokens per step: {accepted:.2f} of {verified} verified accepted{success}",
             style="bold" if name == "TETRIS" else None,
             highlight=False,
         )

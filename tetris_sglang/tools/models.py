@@ -43,13 +43,9 @@ def _dequantise(packed: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            packed.parent, gguf_file=packed.name, dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
     except ImportError as error:
-        raise NotFetched(
-            f"{packed.name} cannot be read: {error}. pip install gguf accelerate, or run make env"
-        ) from error
+        raise NotFetched(f"{packed.name} cannot be read: {error}. pip install gguf accelerate, or run make env") from error
     # What is saved is an ordinary model: nothing of it is quantised any more.
     del model.config.quantization_config
     model.hf_quantizer = None

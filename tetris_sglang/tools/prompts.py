@@ -88,8 +88,6 @@ def render_chats(model: Path | str, texts: Iterable[str]) -> list[str]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-        )
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
         for text in texts
     ]

@@ -183,8 +183,8 @@ def study(
     rows = torch.cat(recorded) if recorded else torch.empty(0, dtype=torch.int64)
     if len(rows) < (batch_size or 1):
         raise ValueError(
-            f"{trace_name}: {len(rows)} rows of {left_out + len(recorded)} steps can be replayed. Record with everything verified, "
-            f"--speculative-tetris-capacity-per-request as large as what a request drafts."
+            f"{trace_name}: {len(rows)} rows of {left_out + len(recorded)} steps can be replayed. Record with everything "
+            f"verified, --speculative-tetris-capacity-per-request as large as what a request drafts."
         )
     sums = {(rule, capacity): Selected(0, 0, 0.0) for rule in RULES for capacity in policies}
     num_requests = 0
@@ -256,12 +256,9 @@ def replay(
     try:
         numbers = [float(text) for text in capacities.split(",")]
     except ValueError:
-        raise ValueError(
-            f"--capacity-per-request {capacities}: give numbers with commas between them"
-        ) from None
+        raise ValueError(f"--capacity-per-request {capacities}: give numbers with commas between them") from None
     studies = [
-        study(read_trace(path), name_trace(path), numbers, batch_size=batch_size, repeats=repeats, seed=seed)
-        for path in files
+        study(read_trace(path), name_trace(path), numbers, batch_size=batch_size, repeats=repeats, seed=seed) for path in files
     ]
     if as_json:
         print(json.dumps([result.as_json() for result in studies], indent=1))

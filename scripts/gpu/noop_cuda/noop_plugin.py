@@ -18,14 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 logger = logging.getLogger(__name__)
 BAD_INDEX = "no-op CUDA: an index out of range in"
 
-# Weights and pools stay as they are: their values decide nothing here, and their pages would have to be backed. The index of recent
-# texts (32 MB) is looked into, so it has to be right.
+# Weights and pools stay as they are: their values decide nothing here, and their pages would have to be backed. The index of
+# recent texts (32 MB) is looked into, so it has to be right.
 MAX_BYTES = 40 << 20
 
 # They change what a tensor is rather than what it holds, or read the device's own state.
-_NATIVE = frozenset(
-    {"set_", "resize_", "resize_as_", "record_stream", "_pin_memory", "is_pinned", "empty_like", "new_empty"}
-)
+_NATIVE = frozenset({"set_", "resize_", "resize_as_", "record_stream", "_pin_memory", "is_pinned", "empty_like", "new_empty"})
 
 
 class HostOperators(TorchDispatchMode):
@@ -36,9 +34,7 @@ class HostOperators(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         device = kwargs.get("device")
-        on_cuda = any(t.is_cuda for t in tensors) or (
-            device is not None and torch.device(device).type == "cuda"
-        )
+        on_cuda = any(t.is_cuda for t in tensors) or (device is not None and torch.device(device).type == "cuda")
         if name in ("copy_", "_to_copy") and torch.cuda.is_current_stream_capturing():
             _refuse_host_copy(tensors, device, kwargs)
         if not on_cuda or func.namespace != "aten" or name in _NATIVE or name.startswith("empty"):
@@ -62,12 +58,7 @@ def _refuse_host_copy(tensors: list[Tensor], device, kwargs) -> None:
     """As CUDA does: a copy from pageable memory waits for the stream, which ends a capture."""
     to_cuda = tensors[0].is_cuda if device is None else torch.device(device).type == "cuda"
     source = tensors[-1]
-    if (
-        to_cuda
-        and not source.is_cuda
-        and source.dim()
-        and not (kwargs.get("non_blocking") and source.is_pinned())
-    ):
+    if to_cuda and not source.is_cuda and source.dim() and not (kwargs.get("non_blocking") and source.is_pinned()):
         raise RuntimeError(
             f"no-op CUDA: {tuple(source.shape)} {source.dtype} is copied from the host while a graph is captured"
         )
@@ -102,10 +93,7 @@ def _run_on_host(func, args, kwargs):
         return func(*args, **kwargs)
     written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if written:
-        values = {
-            a.name: kwargs.get(a.name, args[i] if i < len(args) else None)
-            for i, a in enumerate(func._schema.arguments)
-        }
+        values = {a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(func._schema.arguments)}
         outputs = [values[a.name] for a in written]
         returns = len(func._schema.returns)
         return None if returns == 0 else outputs[0] if returns == 1 else tuple(outputs[:returns])
@@ -179,9 +167,7 @@ def plan_with_reference(original, workspace, layout, qo_indptr, kv_indptr, *, gr
 
     original(workspace, layout, qo_indptr, kv_indptr, group_size=group_size, max_items=max_items)
     lens = (indptr.diff().tolist() for indptr in (qo_indptr, kv_indptr))
-    plan = plan_prefill_reference(
-        *lens, group_size=group_size, cta_tile_q=layout.cta_tile_q, max_items=max_items
-    )
+    plan = plan_prefill_reference(*lens, group_size=group_size, cta_tile_q=layout.cta_tile_q, max_items=max_items)
     num_items = len(plan.request_indices)
     assert num_items <= layout.padded_batch_size, f"{num_items} work items do not fit into {layout}"
     octets = _host_view(workspace)

@@ -113,9 +113,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
     def _key(self, size: int, depth: int):
         return self._make_graph_key(size, variant_label=f"depth {depth}")
 
-    def _make_run(
-        self, size: int, depth: int, first: ForwardBatch, rest: ForwardBatch
-    ) -> Callable[[], tuple[Tensor, ...]]:
+    def _make_run(self, size: int, depth: int, first: ForwardBatch, rest: ForwardBatch) -> Callable[[], tuple[Tensor, ...]]:
         """What is captured: the columns of the proposal, those of its shape last."""
         buffers = self.buffers
 
@@ -126,9 +124,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             places = self._passes.locate(window, seq_lens, rows, depth)
             match = self._passes.find_match(rows, depth)
             # Each pass replaces the states that the others read.
-            first.spec_info.hidden_states = (
-                None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
-            )
+            first.spec_info.hidden_states = None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
             proposal = self._passes.run(first, rest, window, places, noise, match, depth, self._forward)
             columns = proposal.tokens, proposal.survival, proposal.probs, proposal.evidence
             return (*(column for column in columns if column is not None), *(proposal.shape or ()))
@@ -170,9 +166,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         )
         rest = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            out_cache_loc=torch.zeros(
-                size * branches * (self.speculative_num_steps - 1), dtype=torch.int64, device=device
-            ),
+            out_cache_loc=torch.zeros(size * branches * (self.speculative_num_steps - 1), dtype=torch.int64, device=device),
             # FlashInfer's planner reads the lengths from here.
             positions=self._draft_lens[:size].repeat_interleave(branches),
             spec_info=EagleDraftInput(

@@ -6,11 +6,7 @@ from __future__ import annotations
 def make_capture_input(original, runner, num_tokens: int):
     """Around `DecodeCudaGraphRunner.get_spec_info`: TETRIS's target passes are captured ragged, without a mask."""
     model_runner = runner.model_runner
-    if (
-        model_runner.spec_algorithm.name != "TETRIS"
-        or model_runner.is_draft_worker
-        or not runner.ragged_verify_mode
-    ):
+    if model_runner.spec_algorithm.name != "TETRIS" or model_runner.is_draft_worker or not runner.ragged_verify_mode:
         return original(runner, num_tokens)
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 

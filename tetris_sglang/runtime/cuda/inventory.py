@@ -63,9 +63,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("phase", "backend"),
         "whether decode graphs are switched off",
     ),
-    Symbol(
-        _SRT + "model_executor.cuda_graph_config.Phase", ("DECODE",), "whether decode graphs are switched off"
-    ),
+    Symbol(_SRT + "model_executor.cuda_graph_config.Phase", ("DECODE",), "whether decode graphs are switched off"),
     Symbol(
         _SRT + "model_executor.cuda_graph_config.Backend",
         ("DISABLED",),

@@ -60,9 +60,7 @@ class VerifyPlan:
         self._kv_indices = kv_indices
         self._geometry = num_qo_heads, num_kv_heads, head_dim, 1  # page size
         self._dtypes = {"q_data_type": q_dtype, "kv_data_type": kv_dtype}
-        self._max_items = max_work_items(
-            torch.cuda.get_device_properties(device).multi_processor_count, num_kv_heads
-        )
+        self._max_items = max_work_items(torch.cuda.get_device_properties(device).multi_processor_count, num_kv_heads)
         self._last_page_len = torch.ones(self.num_slots, dtype=torch.int32, device=device)
         self.qo_indptr = torch.zeros(self.num_slots + 1, dtype=torch.int32, device=device)
         self.kv_indptr = torch.zeros_like(self.qo_indptr)

@@ -52,9 +52,7 @@ class Draft(Protocol):
             depth: 0..num_steps; 0: from their texts alone, where chains have extensions.
         """
 
-    def hand_over(
-        self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: Tensor | None
-    ) -> EagleDraftInput:
+    def hand_over(self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: Tensor | None) -> EagleDraftInput:
         """What the next step's draft starts from.
 
         Args:

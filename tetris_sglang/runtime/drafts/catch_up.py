@@ -46,9 +46,7 @@ class MissedTokens:
         shape = (num_slots, self._capacity)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._states = (
-            None if hidden_size is None else torch.zeros((*shape, hidden_size), dtype=dtype, device=device)
-        )
+        self._states = None if hidden_size is None else torch.zeros((*shape, hidden_size), dtype=dtype, device=device)
         # The most of a running request after each step that the host has not read yet, and what the step can have added.
         self._unread: deque[tuple[HostCopy, int]] = deque()
         self._num_read = self._max_read = 0

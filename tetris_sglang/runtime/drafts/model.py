@@ -146,13 +146,9 @@ class ModelDraft:
         # One token's KV is still missing, or (the shifted one) was just written and is written again.
         known = torch.stack((input_ids[last_rows].to(torch.int64), next_token_ids.to(torch.int64)), dim=1)
         states = None if hidden_states is None else hidden_states[last_rows].unsqueeze(1)
-        return self._make_input(
-            known, known.new_full((len(known),), 2 - self.spec.shift), states, next_token_ids
-        )
+        return self._make_input(known, known.new_full((len(known),), 2 - self.spec.shift), states, next_token_ids)
 
-    def hand_over(
-        self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: Tensor | None
-    ) -> EagleDraftInput:
+    def hand_over(self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: Tensor | None) -> EagleDraftInput:
         """See `Draft`."""
         if record.plan.depth:
             return self._after_drafted(record, hidden_states)
@@ -213,9 +209,7 @@ class ModelDraft:
         """As a window of full width, whatever `tokens` [batch, n] has."""
         missing = self.spec.window_width - tokens.shape[1]
         if hidden_states is not None:
-            hidden_states = torch.nn.functional.pad(
-                hidden_states, (0, 0, self.spec.window_width - hidden_states.shape[1], 0)
-            )
+            hidden_states = torch.nn.functional.pad(hidden_states, (0, 0, self.spec.window_width - hidden_states.shape[1], 0))
         tokens = torch.nn.functional.pad(tokens, (missing, 0))
         return make_draft_input(Window(tokens, counts, hidden_states), bonus_tokens)
 
@@ -238,9 +232,7 @@ class ModelDraft:
             self._kv.catch_up(batch)
         noise = request_noise(batch.sampling_info)
         if self._graphs is not None and self._graphs.can_run(len(batch.reqs)):
-            return self._graphs.replay(
-                window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth
-            )
+            return self._graphs.replay(window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth)
         if spec.has_full_windows:
             window = window._replace(counts=None)
         elif self.runner.device == "cpu":
@@ -249,9 +241,7 @@ class ModelDraft:
         extra = 1 - spec.shift
         ends = batch.seq_lens + extra
         ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
-        first = passes.plan_window(
-            batch, window, places.window_positions, places.window_slots, ends, ends_cpu
-        )
+        first = passes.plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
         rest = passes.plan_branches(batch, places, ends, ends_cpu) if depth > 1 else None
         match = passes.find_match(batch.req_pool_indices, depth)
         return passes.run(first, rest, window, places, noise, match, depth, passes.forward)

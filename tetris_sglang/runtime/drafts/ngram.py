@@ -38,9 +38,7 @@ class NgramDraft:
         """See `Draft`."""
         return depth
 
-    def prefill(
-        self, batch, input_ids: Tensor, hidden_states: None, next_token_ids: Tensor, kv_loc_plan
-    ) -> EagleDraftInput:
+    def prefill(self, batch, input_ids: Tensor, hidden_states: None, next_token_ids: Tensor, kv_loc_plan) -> EagleDraftInput:
         """See `Draft`: the texts are all there is."""
         return self._make_input(next_token_ids)
 
@@ -52,9 +50,7 @@ class NgramDraft:
         shared = match.match_lens[:, None] + torch.arange(depth, device=rows.device)
         return propose_matches(match, self._estimate, trust_match_lens(shared))
 
-    def hand_over(
-        self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: None
-    ) -> EagleDraftInput:
+    def hand_over(self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: None) -> EagleDraftInput:
         """See `Draft`: nothing is left undone here."""
         return self._make_input(record.accepted.bonus_tokens)
 

@@ -140,9 +140,7 @@ class DraftPasses:
         source = branch_slots.gather(1, parent_rows[:, :, None].expand_as(branch_slots))
         move_kv(self.runner.token_to_kv_pool, branch_slots.flatten(1), source.flatten(1))
 
-    def _most_likely(
-        self, logits: Tensor, noise: RequestNoise | None, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _most_likely(self, logits: Tensor, noise: RequestNoise | None, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The `topk` tokens of each row that the target most likely draws, in its vocabulary; see `most_likely`.
 
         Args:

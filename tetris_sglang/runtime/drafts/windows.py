@@ -29,9 +29,7 @@ def make_draft_input(window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
         bonus_tokens: [batch] the last tokens of the windows; SGLang reads them.
     """
     batch = window.tokens.shape[0]
-    counts = (
-        window.tokens.new_full((batch,), window.tokens.shape[1]) if window.counts is None else window.counts
-    )
+    counts = window.tokens.new_full((batch,), window.tokens.shape[1]) if window.counts is None else window.counts
     hidden_states = window.hidden_states
     return EagleDraftInput(
         topk_p=counts.to(torch.float32).unsqueeze(1),
@@ -108,9 +106,7 @@ def slide_window(window: Window, emitted: Window) -> tuple[Window, Window]:
     both = Window(
         torch.cat((window.tokens, emitted.tokens), dim=1),
         None,
-        None
-        if window.hidden_states is None
-        else torch.cat((window.hidden_states, emitted.hidden_states), dim=1),
+        None if window.hidden_states is None else torch.cat((window.hidden_states, emitted.hidden_states), dim=1),
     )
     if emitted.counts is None:
         left_counts = None if window.counts is None else window.counts == width

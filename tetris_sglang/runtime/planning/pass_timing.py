@@ -41,9 +41,7 @@ _DRAFT_DEPTH = 3
 """Passes timed together, or a few more, to tell the first from the others."""
 
 
-def load_or_time_passes(
-    target_worker, draft, *, num_draft_tokens: int, max_rows: int, ranks: Ranks
-) -> PassTimes:
+def load_or_time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int, ranks: Ranks) -> PassTimes:
     """The passes' times on this device, from a cache if these models were timed here before.
 
     Args:
@@ -57,9 +55,7 @@ def load_or_time_passes(
         if not ranks.agree(_is_faster_now(cached, target_worker, draft, num_draft_tokens)):
             return cached
         logger.info("TETRIS: this device is faster than when %s was written; timing again", path)
-    times = time_passes(
-        target_worker, draft, num_draft_tokens=num_draft_tokens, max_rows=max_rows, ranks=ranks
-    )
+    times = time_passes(target_worker, draft, num_draft_tokens=num_draft_tokens, max_rows=max_rows, ranks=ranks)
     times = ranks.agree(times)
     if ranks.is_first:
         _write_cache(path, times)
@@ -180,9 +176,7 @@ def _short_context(runner) -> int:
     return min(_CONTEXT_TOKENS, runner.model_config.context_len // 4)
 
 
-def _target_pass(
-    target_worker, draft, rows: int, num_draft_tokens: int, context_tokens: int
-) -> Callable[[], None]:
+def _target_pass(target_worker, draft, rows: int, num_draft_tokens: int, context_tokens: int) -> Callable[[], None]:
     runner = target_worker.model_runner
     requests = _count_requests(runner, rows)
     batch = _made_up_batch(runner, requests, context_tokens)
@@ -266,15 +260,10 @@ def _cache_path(target_worker, draft, num_draft_tokens: int, ranks: Ranks) -> Pa
     described = [
         __version__,
         torch.__version__,
-        [
-            (r.model_config.model_path, str(r.dtype), r.model_config.hf_config.to_json_string())
-            for r in runners
-        ],
+        [(r.model_config.model_path, str(r.dtype), r.model_config.hf_config.to_json_string()) for r in runners],
         (runners[0].server_args.attention_backend, num_draft_tokens, runners[0].req_to_token_pool.size),
         (0, 0) if draft is None else (draft.spec.topk, draft.spec.window_width),
-        torch.cuda.get_device_name()
-        if runners[0].device == "cuda"
-        else (platform.processor(), torch.get_num_threads()),
+        torch.cuda.get_device_name() if runners[0].device == "cuda" else (platform.processor(), torch.get_num_threads()),
         (os.cpu_count(), ranks.count),
     ]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]

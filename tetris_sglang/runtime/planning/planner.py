@@ -46,9 +46,7 @@ class StepPlanner:
         device: "cuda" or "cpu". ranks: whose steps are planned; the first one's clock counts.
     """
 
-    def __init__(
-        self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str, ranks: Ranks
-    ) -> None:
+    def __init__(self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str, ranks: Ranks) -> None:
         self.policy, self._limits, self._metrics, self._ranks = policy, limits, metrics, ranks
         self._clock = StepClock(device == "cuda")
         self._auto = policy if isinstance(policy, AutoCapacity) else None

@@ -66,6 +66,4 @@ class PhaseTimer:
     def summarise(self) -> dict[str, float]:
         """Milliseconds per step of each phase; empty when not enabled or before the first step."""
         self._collect()
-        return {
-            f"{phase}_ms": 1e3 * s / self._num_steps for phase, s in self._seconds.items() if self._num_steps
-        }
+        return {f"{phase}_ms": 1e3 * s / self._num_steps for phase, s in self._seconds.items() if self._num_steps}

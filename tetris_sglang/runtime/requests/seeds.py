@@ -31,13 +31,9 @@ class RequestSeeds(RequestValues):
         ValueError: no seed, so that ranks would draw differently.
     """
 
-    def __init__(
-        self, num_slots: int, random_seed: int, replica: int | None, device: str | torch.device
-    ) -> None:
+    def __init__(self, num_slots: int, random_seed: int, replica: int | None, device: str | torch.device) -> None:
         if random_seed is None:
-            raise ValueError(
-                "random_seed=None: the seeds of requests need the server's, as SGLang resolved it"
-            )
+            raise ValueError("random_seed=None: the seeds of requests need the server's, as SGLang resolved it")
         generator = random.Random(f"{random_seed}/{replica}")
 
         def make(req) -> int:
@@ -95,10 +91,9 @@ class NoiseSampler(Sampler):
             tokens.append(self._draw(weights, seeds[rows], positions[rows]))
         return torch.cat(tokens).to(torch.int32), None
 
-    def _filter(
-        self, probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, rows: slice
-    ) -> Tensor:
-        """What the filters leave of `probs` [n, vocab], the batch's `rows`: what a request that asks for its sampling mask gets."""
+    def _filter(self, probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, rows: slice) -> Tensor:
+        """What the filters leave of `probs` [n, vocab], the batch's `rows`: what a request that asks for its sampling mask
+        gets."""
         info = replace(
             sampling_info,
             **{name: getattr(sampling_info, name)[rows] for name in _FILTERS},

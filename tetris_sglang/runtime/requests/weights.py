@@ -1,4 +1,5 @@
-"""What a token of each request counts, in selection and in planning alike: what the request asks for, times its pace's weight."""
+"""What a token of each request counts, in selection and in planning alike: what the request asks for, times its pace's
+weight."""
 
 from __future__ import annotations
 

@@ -42,9 +42,7 @@ def _quick_and_full(name: str) -> str:
 
 
 def bench(
-    full: Annotated[
-        bool, typer.Option("--full/--quick", help="Everything, or what fits in a coffee break.")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full/--quick", help="Everything, or what fits in a coffee break.")] = False,
     arms: Annotated[
         str | None,
         typer.Option(
@@ -81,9 +79,7 @@ def bench(
     ] = 6,
     drafts: Annotated[
         str | None,
-        typer.Option(
-            help=f"What drafts, of {', '.join(DRAFTS)}.", show_default=f"{DRAFTS[0]}, or those of --draft"
-        ),
+        typer.Option(help=f"What drafts, of {', '.join(DRAFTS)}.", show_default=f"{DRAFTS[0]}, or those of --draft"),
     ] = None,
     topk: Annotated[
         str,
@@ -100,9 +96,7 @@ def bench(
     ] = None,
     variants: Annotated[
         str | None,
-        typer.Option(
-            help="More auto arms, each with one other --speculative-tetris setting, e.g. fairness=0,shared-texts=on."
-        ),
+        typer.Option(help="More auto arms, each with one other --speculative-tetris setting, e.g. fairness=0,shared-texts=on."),
     ] = None,
     workload: Annotated[
         str, typer.Option(help=f"Prompts, of at most {MAX_CHARS} characters: {', '.join(WORKLOADS)}.")
@@ -111,12 +105,10 @@ def bench(
         str, typer.Option(help="Instead of --workload: a file of prompts that sglang.bench_serving reads.")
     ] = "",
     dataset_name: Annotated[str, typer.Option(help="The format of --dataset, e.g. sharegpt or openai.")] = "",
-    load_flags: Annotated[
-        str, typer.Option(help="More arguments for sglang.bench_serving, as one argument.")
-    ] = "",
-    arrivals: Annotated[
-        str, typer.Option(help=f"{' or '.join(ARRIVALS)}: so many at a time, or at random times.")
-    ] = ARRIVALS[0],
+    load_flags: Annotated[str, typer.Option(help="More arguments for sglang.bench_serving, as one argument.")] = "",
+    arrivals: Annotated[str, typer.Option(help=f"{' or '.join(ARRIVALS)}: so many at a time, or at random times.")] = ARRIVALS[
+        0
+    ],
     concurrency: Annotated[
         str | None,
         typer.Option(
@@ -124,12 +116,8 @@ def bench(
             show_default=_quick_and_full("concurrency"),
         ),
     ] = None,
-    request_rate: Annotated[
-        str | None, typer.Option(help="Poisson arrivals per second.", show_default=REQUEST_RATES)
-    ] = None,
-    temperature: Annotated[
-        str | None, typer.Option(help="0 is greedy.", show_default=_quick_and_full("temperature"))
-    ] = None,
+    request_rate: Annotated[str | None, typer.Option(help="Poisson arrivals per second.", show_default=REQUEST_RATES)] = None,
+    temperature: Annotated[str | None, typer.Option(help="0 is greedy.", show_default=_quick_and_full("temperature"))] = None,
     output_len: Annotated[
         int, typer.Option(help="Tokens per answer: the mean of those drawn, the most of a --dataset's.")
     ] = 96,
@@ -144,14 +132,13 @@ def bench(
     ] = LENGTHS[0],
     prompts: Annotated[
         int | None,
-        typer.Option(
-            help="Prompts per run, unless --waves says more.", show_default=_quick_and_full("prompts")
-        ),
+        typer.Option(help="Prompts per run, unless --waves says more.", show_default=_quick_and_full("prompts")),
     ] = None,
     waves: Annotated[
         int,
         typer.Option(
-            help="Prompts per request in flight, at least. In the last wave the slowest finish almost alone: for steady load 8 or more."
+            help="Prompts per request in flight, at least. In the last wave the slowest finish almost alone: for steady load "
+            "8 or more."
         ),
     ] = WAVES,
     repeats: Annotated[int, typer.Option(help="Rounds per cell.")] = 3,
@@ -190,9 +177,7 @@ def bench(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of prompt order, lengths and sampling.")] = 0,
     out: Annotated[Path, typer.Option(help="JSON; Markdown and pictures go beside it.")] = RESULTS,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the complete rounds of an earlier, interrupted run.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the complete rounds of an earlier, interrupted run.")] = False,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Tables and pictures of --out once more; measure nothing.")
     ] = False,
@@ -258,9 +243,7 @@ def _compare(settings: Settings, out: Path, resume: bool, step_picture: bool, co
         models = find_models(settings, needed, folder)
         temperature = settings.temperature[0]
         dataset = workload.arguments(1, 0, temperature, folder)
-        load = bench_serving_arguments(
-            "URL", dataset, settings, settings.loads[0], temperature, 0, Path("FILE")
-        )
+        load = bench_serving_arguments("URL", dataset, settings, settings.loads[0], temperature, 0, Path("FILE"))
         for line in (
             f"load: python -m sglang.bench_serving {shlex.join(load)}",
             *(

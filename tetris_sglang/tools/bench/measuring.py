@@ -76,9 +76,7 @@ def run_bench_serving(arguments: Sequence[str]) -> dict[str, Any]:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             _import_serving().cli_main()
     except (Exception, SystemExit) as error:
-        raise RunFailed(
-            f"sglang.bench_serving ended with {error!r} after: {printed.getvalue()[-200:]}"
-        ) from error
+        raise RunFailed(f"sglang.bench_serving ended with {error!r} after: {printed.getvalue()[-200:]}") from error
     finally:
         sys.argv = argv
     return json.loads(output_file.read_text())
@@ -124,9 +122,7 @@ class LoadGenerator:
         if self._process.exitcode:
             reason = self._reason_file
             raise RunFailed(
-                reason.read_text()
-                if reason.exists()
-                else f"sglang.bench_serving ended with code {self._process.exitcode}"
+                reason.read_text() if reason.exists() else f"sglang.bench_serving ended with code {self._process.exitcode}"
             )
         return json.loads(self._output_file.read_text())
 
@@ -315,8 +311,8 @@ def measure_per_user(result: dict[str, Any]) -> float:
 def measure_steady(result: dict[str, Any], concurrency: int | None) -> float | None:
     """Tokens per second while so many requests were in flight: without a run's end, where there are fewer and fewer.
 
-    SGLang's own measure (benchmark/steady_state.py). Its results lack when each request began; in a closed loop, that is when an
-    earlier one ended, in order.
+    SGLang's own measure (benchmark/steady_state.py). Its results lack when each request began; in a closed loop, that is when
+    an earlier one ended, in order.
 
     Returns:
         None for arrivals at random times.

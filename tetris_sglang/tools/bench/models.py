@@ -33,9 +33,7 @@ def find_models(settings: Settings, needed: Collection[str], folder: Path) -> Mo
         FileNotFoundError: the shipped head, or the weights that the useless draft is made of, are missing.
         NotFetched: the target cannot be had.
     """
-    drafts: dict[str, str | None] = {"ngram": None} | dict(
-        path.split("=", 1) for path in settings.draft_paths
-    )
+    drafts: dict[str, str | None] = {"ngram": None} | dict(path.split("=", 1) for path in settings.draft_paths)
     missing = set(needed) - drafts.keys()
     if missing & {"eagle3", "useless"} and not settings.model_path:
         drafts.setdefault("eagle3", str(find_head()))

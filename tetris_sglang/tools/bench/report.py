@@ -1,7 +1,7 @@
 """Tables of a comparison, from its JSON alone.
 
-Runs of one round (same group of live servers, temperature, load and repeat) were taken one after the other or in turns, so every
-arm is divided by the reference of its own round; a cell is the median of those ratios with their smallest and largest
+Runs of one round (same group of live servers, temperature, load and repeat) were taken one after the other or in turns, so
+every arm is divided by the reference of its own round; a cell is the median of those ratios with their smallest and largest
 value.
 """
 
@@ -87,9 +87,7 @@ class Cell(NamedTuple):
 def pair_ratios(samples: Sequence[Sample], arm: str, metric: Callable[[Sample], float]) -> list[float]:
     """metric(arm) / metric(reference) for every round that has both."""
     reference = {round_key(s): metric(s) for s in samples if s["arm"] == REFERENCE}
-    return [
-        metric(s) / reference[round_key(s)] for s in samples if s["arm"] == arm and round_key(s) in reference
-    ]
+    return [metric(s) / reference[round_key(s)] for s in samples if s["arm"] == arm and round_key(s) in reference]
 
 
 def summarise_ratios(ratios: Sequence[float]) -> Ratio:
@@ -238,9 +236,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         by_load.setdefault(cell.load, []).append(cell)
     best = [max(cells, key=lambda c: c.throughput.median) for cells in by_load.values()]
 
-    def compare_auto(
-        share: float, families: Sequence[str], of: Sequence[Cell], measure: str = "throughput"
-    ) -> list[Check]:
+    def compare_auto(share: float, families: Sequence[str], of: Sequence[Cell], measure: str = "throughput") -> list[Check]:
         """Of each automatic cell, whether it reaches this share of the best of its rivals and no speculation."""
         compared = []
         for cell in of:
@@ -293,10 +289,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         ),
         _verdict(
             "throughput above no speculation with the best fixed capacity",
-            [
-                Check(c, not c.throughput.loses, c.throughput.median, f"{c.throughput.median:.2f}")
-                for c in best
-            ],
+            [Check(c, not c.throughput.loses, c.throughput.median, f"{c.throughput.median:.2f}") for c in best],
         ),
         _verdict(
             "greedy outputs equal to those without speculation",
@@ -398,11 +391,7 @@ def add_best(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Cell]:
         arm = read_arm(arms[cell.arm])
         if arm.family == "sglang":
             candidates.setdefault(cell.arm.rpartition(" k=")[0], []).append(cell)
-    best = [
-        (title, max(rivals, key=lambda c: c.throughput.median))
-        for title, rivals in candidates.items()
-        if len(rivals) > 1
-    ]
+    best = [(title, max(rivals, key=lambda c: c.throughput.median)) for title, rivals in candidates.items() if len(rivals) > 1]
     return [*cells, *(c._replace(arm=f"best of {title}: k={arms[c.arm]['k']}") for title, c in best)]
 
 
@@ -421,18 +410,14 @@ def _tables(cells: Sequence[Cell], arms: dict[str, dict]) -> list[tuple[str, lis
 def print_tables(results: Results, console: Console) -> None:
     cells = build_cells(results["samples"])
     for title, rows in _tables(cells, results["arms"]):
-        table = Table(
-            title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
-        )
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         for header in _SHORT.values():
             table.add_column(header, justify="left" if header == "arm" else "right", no_wrap=True)
         for cell in rows:
             is_reference = cell.arm == REFERENCE
             colour = "dim" if is_reference else "red" if cell.throughput.loses else "green"
             shown = dict(zip(_COLUMNS, _row(cell), strict=True))
-            table.add_row(
-                *(Text(shown[c], style=colour if c == "output tok/s, ratio" else "") for c in _SHORT)
-            )
+            table.add_row(*(Text(shown[c], style=colour if c == "output tok/s, ratio" else "") for c in _SHORT))
         console.print(table)
     console.print(_CAPTION, style="dim")
     _print_phases(cells, console)
@@ -509,10 +494,7 @@ def render_markdown(results: Results) -> str:
         lines += [f"Milliseconds per step and share of it; {PHASE_MEANING}.", ""]
         add_table(("arm", "load", *PHASES), map(_phase_row, timed))
     lines += ["## Expectations", ""]
-    lines += [
-        f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})"
-        for v in judge(cells, results["arms"])
-    ]
+    lines += [f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})" for v in judge(cells, results["arms"])]
     lines += [f"- not measured: {arm} ({reason})" for arm, reason in find_unmeasured(results).items()]
     return "\n".join(lines) + "\n"
 

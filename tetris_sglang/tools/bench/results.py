@@ -58,9 +58,7 @@ class ResultsFile:
         changed = [name for name, value in self.results["settings"].items() if before.get(name) != value]
         if changed:
             details = ", ".join(f"{name}={before.get(name)!r}" for name in changed)
-            raise ValueError(
-                f"--resume: {self.path} was measured with {details}. Give the same options, or another --out."
-            )
+            raise ValueError(f"--resume: {self.path} was measured with {details}. Give the same options, or another --out.")
         here, there = self.results["provenance"], earlier["provenance"]
         elsewhere = [f"{name}={there[name]!r}" for name in _COMPARABLE if there[name] != here[name]]
         if elsewhere:
@@ -151,13 +149,9 @@ def describe_commit(repository: Path = REPOSITORY) -> str:
         return "no clone"
     git = ["git", "-C", str(repository)]
     try:
-        commit = subprocess.run(
-            [*git, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True
-        )
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True)
         watched = ["tetris_sglang", "benchmarks/*.py", "benchmarks/*.jsonl", "benchmarks/smollm2-135m-eagle3"]
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--", *watched], check=True, capture_output=True, text=True
-        )
+        changes = subprocess.run([*git, "status", "--porcelain", "--", *watched], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + (" with uncommitted changes" if changes.stdout.strip() else "")

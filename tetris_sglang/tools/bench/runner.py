@@ -45,9 +45,7 @@ RECORDED_FAMILIES = ("tetris", "auto", "uniform", "random", "full")
 class Bench:
     """Starts the groups of servers one after the other and takes every round that is still missing."""
 
-    def __init__(
-        self, settings: Settings, file: ResultsFile, models: Models, workload: Workload, folder: Path
-    ) -> None:
+    def __init__(self, settings: Settings, file: ResultsFile, models: Models, workload: Workload, folder: Path) -> None:
         self.settings, self.file, self.models = settings, file, models
         self.workload, self.folder = workload, folder
 
@@ -65,9 +63,7 @@ class Bench:
             for number, group, missing in plan:
                 self._run_group(number, group, missing, bar)
 
-    def _plan(
-        self, groups: Sequence[Sequence[Arm]], rounds: Sequence[Round]
-    ) -> list[tuple[int, Sequence[Arm], list[Round]]]:
+    def _plan(self, groups: Sequence[Sequence[Arm]], rounds: Sequence[Round]) -> list[tuple[int, Sequence[Arm], list[Round]]]:
         """(number, arms, missing rounds) of every group that lacks any; one by one each arm stands for itself."""
         file = self.file
         if self.settings.one_by_one:
@@ -77,8 +73,7 @@ class Bench:
             file.drop_incomplete(groups)
             candidates = [(number, group, file.has_round) for number, group in enumerate(groups)]
         plan = [
-            (number, group, [where for where in rounds if not has(_key(number, where))])
-            for number, group, has in candidates
+            (number, group, [where for where in rounds if not has(_key(number, where))]) for number, group, has in candidates
         ]
         return [(number, group, missing) for number, group, missing in plan if missing]
 
@@ -92,9 +87,7 @@ class Bench:
             for where in rounds:
                 self._take_round(servers, group, number, where, bar)
 
-    def _take_round(
-        self, servers: dict[Arm, LiveServer], group: Sequence[Arm], number: int, where: Round, bar: tqdm
-    ) -> None:
+    def _take_round(self, servers: dict[Arm, LiveServer], group: Sequence[Arm], number: int, where: Round, bar: tqdm) -> None:
         repeat, temperature, load = where
         runs = [
             Run(servers[arm], self.workload, self.settings, load, temperature, repeat)

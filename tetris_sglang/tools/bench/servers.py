@@ -65,9 +65,7 @@ def server_arguments(arm: Arm, models: Models, settings: Settings, records_folde
     ]
 
 
-def prepare_server(
-    arm: Arm, models: Models, settings: Settings, folder: Path, more_flags: Sequence[str] = ()
-) -> LiveServer:
+def prepare_server(arm: Arm, models: Models, settings: Settings, folder: Path, more_flags: Sequence[str] = ()) -> LiveServer:
     """A server that is not started yet."""
     records_folder = Path(tempfile.mkdtemp(dir=folder))
     process = ServerProcess(
@@ -118,9 +116,7 @@ def last_words(message: str) -> str:
     words = (errors or lines or ["no output"])[-1]
     if re.fullmatch(r"[\w.]+Error", words):
         # No message: then the place where it was raised has to do.
-        places = re.findall(
-            r'File "(?:.*/)?([^/"]+)", line (\d+), in (\w+)', message[: message.rindex(words)]
-        )
+        places = re.findall(r'File "(?:.*/)?([^/"]+)", line (\d+), in (\w+)', message[: message.rindex(words)])
         words += "".join(f" in {function} ({file}:{line})" for file, line, function in places[-1:])
     return words[-300:]
 

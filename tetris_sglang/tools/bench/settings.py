@@ -124,9 +124,7 @@ class Settings:
         if "sglang" in self.families:
             arms.append(Arm("sglang", k, **common))
         for extra in self.extra:
-            arms += [
-                Arm(f, k, extra, **common) for f in ("tetris", "uniform", "random") if f in self.families
-            ]
+            arms += [Arm(f, k, extra, **common) for f in ("tetris", "uniform", "random") if f in self.families]
             if "full" in self.families:
                 arms.append(Arm("full", k + extra, **common))
         return arms
@@ -163,9 +161,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         capacity_tokens=_split(chosen["capacity_tokens"], "--capacity-tokens", int, optional=True),
         num_steps=chosen["num_steps"],
         topk=_split(chosen["topk"], "--topk", int),
-        extension=_split(
-            chosen.get("extension", str(default_extension(chosen["num_steps"]))), "--extension", int, least=0
-        ),
+        extension=_split(chosen.get("extension", str(default_extension(chosen["num_steps"]))), "--extension", int, least=0),
         variants=_read_variants(chosen.get("variants")),
         workload=_check_names([chosen["workload"]], "--workload", WORKLOADS)[0],
         dataset=chosen["dataset"],
@@ -203,8 +199,7 @@ def _check_turns(seconds: float, chosen: dict[str, Any]) -> None:
     obstacles = {
         "--live-servers 1: there is nobody to take turns with": chosen["live_servers"] == 1,
         "--phase-times: a step that is frozen half-way has no true times": chosen.get("phase_times"),
-        "--arrivals poisson: requests would arrive while their server is frozen": chosen["arrivals"]
-        == "poisson",
+        "--arrivals poisson: requests would arrive while their server is frozen": chosen["arrivals"] == "poisson",
     }
     for obstacle, is_there in obstacles.items():
         if seconds and is_there:

@@ -149,9 +149,7 @@ class Chats(NamedTuple):
 
     def choose_length(self, prompt: Prompt) -> int:
         """Tokens of the answer, at most."""
-        return (
-            self.output_len if self.lengths == EQUAL else draw_length(prompt.id, self.output_len, self.seed)
-        )
+        return self.output_len if self.lengths == EQUAL else draw_length(prompt.id, self.output_len, self.seed)
 
 
 def find_workload(settings: Settings) -> Workload:

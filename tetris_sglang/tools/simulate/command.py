@@ -68,9 +68,7 @@ class Scenario:
         return self.arrivals == "closed"
 
     def plans(self, policy: str) -> StepPlans:
-        return make_plans(
-            policy, self.costs, self.classes, max_running=self.setup.max_running, seed=self.seed
-        )
+        return make_plans(policy, self.costs, self.classes, max_running=self.setup.max_running, seed=self.seed)
 
     def load(self, load: float) -> tuple[Requests, Setup]:
         """The requests of so many users, or so many requests per second."""
@@ -145,9 +143,7 @@ def simulate(
     if requests is not None and requests < 2:
         raise ValueError(f"--requests {requests}: give at least 2")
     if router not in ROUTERS:
-        raise ValueError(
-            f"--router {router}: there are {', '.join(ROUTERS)}; cache-aware routing is not modelled"
-        )
+        raise ValueError(f"--router {router}: there are {', '.join(ROUTERS)}; cache-aware routing is not modelled")
     names = list(dict.fromkeys((REFERENCE, *policies.split(","))))
     kinds = _make_classes(trace, classes, prompt_len, output_len, seed)
     if (pass_times is None) == (not device):
@@ -178,8 +174,7 @@ def simulate(
         "options": options,
         "step_times": source,
         "settings": [
-            {"policy": name, "load": load, "gain": _gain(scenario, outcomes, name, load)}
-            | outcomes[name, load].to_json()
+            {"policy": name, "load": load, "gain": _gain(scenario, outcomes, name, load)} | outcomes[name, load].to_json()
             for name in names
             for load in loads
         ],
@@ -199,9 +194,7 @@ def simulate(
         ]
         report.print_capacities(results["capacities"], results["settings"], console)
     if slo_e2e_ms or slo_tpot_ms:
-        results["replicas"] = _find_fleets(
-            scenario, plans, loads, slo_e2e_ms, slo_tpot_ms, max_replicas, threads
-        )
+        results["replicas"] = _find_fleets(scenario, plans, loads, slo_e2e_ms, slo_tpot_ms, max_replicas, threads)
         report.print_replicas(results["replicas"], slo_e2e_ms, slo_tpot_ms, max_replicas, console)
     if as_json:
         as_json.parent.mkdir(parents=True, exist_ok=True)
@@ -211,9 +204,7 @@ def simulate(
     return results
 
 
-def _make_classes(
-    trace: str, classes: Path | None, prompt_len: str, output_len: str, seed: int
-) -> list[RequestClass]:
+def _make_classes(trace: str, classes: Path | None, prompt_len: str, output_len: str, seed: int) -> list[RequestClass]:
     if (classes is None) == (not trace):
         raise ValueError("give either --trace or --classes")
     if classes:
@@ -249,9 +240,7 @@ def _numbers(text: str, option: str) -> list[float]:
     return sorted(set(values))
 
 
-def _simulate_all(
-    scenario: Scenario, plans: dict, loads: Sequence[float], threads: int | None
-) -> dict[tuple, Outcome]:
+def _simulate_all(scenario: Scenario, plans: dict, loads: Sequence[float], threads: int | None) -> dict[tuple, Outcome]:
     """Every policy under every load; the largest loads first, since they take longest."""
     keys = [(name, load) for load in sorted(loads, reverse=True) for name in plans]
     loaded = {load: scenario.load(load) for load in loads}
@@ -266,10 +255,7 @@ def _simulate_all(
 def _in_threads(run: Callable, keys: Sequence, threads: int | None, description: str) -> Iterable:
     """The compiled loop holds no lock, so threads use as many cores."""
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        results = list(
-            tqdm(pool.map(run, keys), total=len(keys), desc=description, unit="setting", leave=False)
-        )
-    return results
+        return list(tqdm(pool.map(run, keys), total=len(keys), desc=description, unit="setting", leave=False))
 
 
 def _gain(scenario: Scenario, outcomes: dict, name: str, load: float) -> float:
@@ -292,27 +278,19 @@ def _find_fleets(scenario, plans, loads, slo_e2e_ms, slo_tpot_ms, most, threads)
             outcome = simulate_setting(
                 requests, scenario.table, scenario.costs, plans[name], setup._replace(num_replicas=replicas)
             )
-            return outcome.e2e_p99_ms <= (slo_e2e_ms or math.inf) and outcome.tpot_p99_ms <= (
-                slo_tpot_ms or math.inf
-            )
+            return outcome.e2e_p99_ms <= (slo_e2e_ms or math.inf) and outcome.tpot_p99_ms <= (slo_tpot_ms or math.inf)
 
         return find_replicas(is_enough, most)
 
     found = _in_threads(run, keys, threads, "fleets")
-    return [
-        {"policy": name, "load": load, "replicas": replicas}
-        for (name, load), replicas in zip(keys, found, strict=True)
-    ]
+    return [{"policy": name, "load": load, "replicas": replicas} for (name, load), replicas in zip(keys, found, strict=True)]
 
 
 def _describe(scenario: Scenario) -> str:
     setup = scenario.setup
-    fleet = (
-        f"{setup.num_replicas} replicas, {ROUTERS[setup.router]}" if setup.num_replicas > 1 else "1 replica"
-    )
+    fleet = f"{setup.num_replicas} replicas, {ROUTERS[setup.router]}" if setup.num_replicas > 1 else "1 replica"
     kv = "" if setup.kv_tokens == _UNLIMITED else f", {setup.kv_tokens} tokens of KV cache each"
     kinds = ", ".join(
-        f"{kind.name} ({np.minimum(kind.rows.accepted, 3).mean():.2f} of 3 accepted)"
-        for kind in scenario.classes
+        f"{kind.name} ({np.minimum(kind.rows.accepted, 3).mean():.2f} of 3 accepted)" for kind in scenario.classes
     )
     return f"{fleet}{kv}; at most {setup.max_running} running; drafts: {kinds}"

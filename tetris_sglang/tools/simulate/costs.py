@@ -1,7 +1,7 @@
 """What a step costs, as tables over rows and batch sizes.
 
-    decode  = target(rows) + context(tokens in the KV cache) + host(batch) + [depth > 0] (window(batch) + (depth - 1) branch(batch))
-    prefill = target(tokens) + draft(tokens) if drafts are served + host
+    decode  = target(rows) + context(tokens in the KV cache) + host(batch) + [depth > 0] (window(batch) + (depth - 1)
+    branch(batch)) prefill = target(tokens) + draft(tokens) if drafts are served + host
 
 as docs/capacity.md has it. The passes' times were timed by a server (`load_pass_times`) or come from a roofline
 (`model_passes`), which nobody has measured.
@@ -142,9 +142,7 @@ def model_passes(device: str, *, model_b: float, draft_b: float, kv_kib_per_toke
     """
     sheet = _find_device(device)
     if model_b <= 0 or draft_b <= 0:
-        raise ValueError(
-            f"--model-b {model_b:g}, --draft-b {draft_b:g}: give sizes above 0, in 1e9 parameters"
-        )
+        raise ValueError(f"--model-b {model_b:g}, --draft-b {draft_b:g}: give sizes above 0, in 1e9 parameters")
 
     def pass_s(parameters: float, rows: int, overhead_s: float) -> float:
         memory_s = parameters * BYTES_PER_WEIGHT / (_BANDWIDTH_REACHED * sheet.bandwidth)
@@ -164,9 +162,7 @@ def count_kv_tokens(device: str, *, model_b: float, draft_b: float, kv_kib_per_t
     """Tokens whose KV entries fit beside the weights."""
     free = _MEMORY_USED * _find_device(device).memory - (model_b + draft_b) * 1e9 * BYTES_PER_WEIGHT
     if free <= 0:
-        raise ValueError(
-            f"--model-b {model_b:g} does not fit into one {device}; tensor parallelism is not modelled"
-        )
+        raise ValueError(f"--model-b {model_b:g} does not fit into one {device}; tensor parallelism is not modelled")
     return int(free / (kv_kib_per_token * 1024))
 
 

@@ -1,8 +1,8 @@
 """The step loop of a fleet, compiled: what every replica does until the last request has its tokens.
 
-A replica does one thing at a time, as SGLang's scheduler does. If requests wait and there is room, it prefills: first come, first
-served, up to `chunk_tokens` tokens in a step of its own, while nobody decodes. Otherwise it decodes: all running requests draft to the
-plan's depth, the plan's capacity is shared out, and each request emits what is accepted and one token more.
+A replica does one thing at a time, as SGLang's scheduler does. If requests wait and there is room, it prefills: first come,
+first served, up to `chunk_tokens` tokens in a step of its own, while nobody decodes. Otherwise it decodes: all running requests
+draft to the plan's depth, the plan's capacity is shared out, and each request emits what is accepted and one token more.
 
 `simulate_fleet` reads everything random from its arguments, so that it and the plain `reference.py` agree to the last bit.
 """
@@ -370,13 +370,9 @@ def _simulate(requests, table, costs, plans, setup, times):
                                 for level in range(levels[i]):
                                     code = codes[at[r, i], level]
                                     weighted[i, level] = max(np.rint(code * weight), 1.0) if code > 0 else 0.0
-                            selected = choose_prefixes(
-                                weighted, in_order, batch, levels, capacity, lens, histogram, tied
-                            )
+                            selected = choose_prefixes(weighted, in_order, batch, levels, capacity, lens, histogram, tied)
                         else:
-                            selected = choose_prefixes(
-                                codes, at[r], batch, levels, capacity, lens, histogram, tied
-                            )
+                            selected = choose_prefixes(codes, at[r], batch, levels, capacity, lens, histogram, tied)
                     for i in range(batch):
                         correct = min(np.int32(accepted_of[at[r, i]]), lens[i])
                         accepted += correct

@@ -46,9 +46,7 @@ class Outcome:
         return asdict(self)
 
 
-def simulate_setting(
-    requests: Requests, table: RowTable, costs: StepCosts, plans: StepPlans, setup: Setup
-) -> Outcome:
+def simulate_setting(requests: Requests, table: RowTable, costs: StepCosts, plans: StepPlans, setup: Setup) -> Outcome:
     """Simulate and summarise; arguments as `simulate_fleet`'s."""
     return summarise(*simulate_fleet(requests, table, costs, plans, setup), requests, setup)
 

@@ -31,9 +31,7 @@ _CURVE_REQUESTS = 16384
 """Requests' steps behind each curve of acceptance."""
 
 
-def make_plans(
-    policy: str, costs: StepCosts, classes: Sequence[RequestClass], *, max_running: int, seed: int = 0
-) -> StepPlans:
+def make_plans(policy: str, costs: StepCosts, classes: Sequence[RequestClass], *, max_running: int, seed: int = 0) -> StepPlans:
     """The table of a policy.
 
     Args:
@@ -76,9 +74,7 @@ def _tabulate(plan, max_running: int, *, is_uniform: bool, has_draft: bool = Tru
     return StepPlans(depths.copy(), capacities.copy(), is_uniform, has_draft)
 
 
-def choose_plans(
-    costs: StepCosts, classes: Sequence[RequestClass], *, max_running: int, seed: int = 0
-) -> StepPlans:
+def choose_plans(costs: StepCosts, classes: Sequence[RequestClass], *, max_running: int, seed: int = 0) -> StepPlans:
     """For each batch size the depth and capacity with most expected tokens per second; plain decoding where none pays."""
     depth = min(one.rows.depth for one in classes)
     goes_on = any(one.rows.goes_on for one in classes)
@@ -98,11 +94,7 @@ def choose_plans(
         position = math.log2(batch)
         low = min(int(position), len(sizes) - 1)
         high = min(low + 1, len(sizes) - 1)
-        curve = (
-            (1 + low - position) * curves[low] + (position - low) * curves[high]
-            if high > low
-            else curves[low]
-        )
+        curve = (1 + low - position) * curves[low] + (position - low) * curves[high] if high > low else curves[low]
         tokens = np.rint(per_request * batch).astype(np.int64)
         is_plan = (tokens > 0) & (tokens <= most[passes] * batch)
         d, c = passes[is_plan], tokens[is_plan]
@@ -120,9 +112,7 @@ def choose_plans(
     return StepPlans(depths, capacities, False, True, goes_on)
 
 
-def measure_accepted(
-    classes: Sequence[RequestClass], sizes: Sequence[int], shares: np.ndarray, *, seed: int
-) -> np.ndarray:
+def measure_accepted(classes: Sequence[RequestClass], sizes: Sequence[int], shares: np.ndarray, *, seed: int) -> np.ndarray:
     """Drafts accepted per request when the best of a batch are verified.
 
     The counterpart of `capacity.measure_curves`, with what the target accepted in place of survivals.

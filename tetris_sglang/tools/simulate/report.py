@@ -89,9 +89,7 @@ def print_capacities(swept: Sequence[Setting], settings: Sequence[Setting], cons
     table = Table("C / batch", *(f"{load:g}" for load in loads), box=box.SIMPLE_HEAD)
     speeds = {(f"{one['capacity_per_request']:g}", one["load"]): one["output_tokens_per_s"] for one in swept}
     speeds |= {
-        (one["policy"], one["load"]): one["output_tokens_per_s"]
-        for one in settings
-        if one["policy"] in ("none", "auto")
+        (one["policy"], one["load"]): one["output_tokens_per_s"] for one in settings if one["policy"] in ("none", "auto")
     }
     best = {load: max(speed for (_, at), speed in speeds.items() if at == load) for load in loads}
     for name in dict.fromkeys(name for name, _ in speeds):
@@ -110,9 +108,7 @@ def print_replicas(
     found: Sequence[Setting], slo_e2e_ms: float | None, slo_tpot_ms: float | None, most: int, console: Console
 ) -> None:
     targets = " and ".join(
-        f"p99 {name} <= {target:g} ms"
-        for name, target in (("E2E", slo_e2e_ms), ("TPOT", slo_tpot_ms))
-        if target
+        f"p99 {name} <= {target:g} ms" for name, target in (("E2E", slo_e2e_ms), ("TPOT", slo_tpot_ms)) if target
     )
     loads = list(dict.fromkeys(one["load"] for one in found))
     console.print(f"\n[bold]What a fleet saves[/]: replicas for {targets}, by load", highlight=False)
@@ -134,9 +130,7 @@ def plot(results: dict[str, Any], is_closed: bool, out: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
     for policy in dict.fromkeys(one["policy"] for one in results["settings"]):
-        mine = sorted(
-            (one for one in results["settings"] if one["policy"] == policy), key=lambda one: one["load"]
-        )
+        mine = sorted((one for one in results["settings"] if one["policy"] == policy), key=lambda one: one["load"])
         loads = [one["load"] for one in mine]
         left.plot(loads, [one["gain"] for one in mine], "o-", ms=4, label=policy)
         right.plot(loads, [one["e2e_p99_ms"] / 1e3 for one in mine], "o-", ms=4, label=policy)

@@ -93,14 +93,10 @@ def make_rows(trace: Trace, *, name: str = "the trace", seed: int = 0) -> DraftR
     passes = np.where(was_drafted, passes, levels)
     requests = trace.requests[order]
     if not trace.header.get(EVERY_POSITION):
-        survival, passes, accepted, known, requests = _add_positions_between(
-            survival, passes, accepted, known, requests
-        )
+        survival, passes, accepted, known, requests = _add_positions_between(survival, passes, accepted, known, requests)
     survival, accepted = _fill(survival, accepted, known, np.random.default_rng(seed))
     if len(accepted) <= num_levels:
-        raise ValueError(
-            f"{name} has {len(accepted)} positions; more than its {num_levels} levels are needed"
-        )
+        raise ValueError(f"{name} has {len(accepted)} positions; more than its {num_levels} levels are needed")
     starts = np.flatnonzero(np.diff(requests, prepend=-1))
     # A level is there with those before it.
     passes = np.maximum.accumulate(passes, axis=1)
@@ -111,9 +107,7 @@ def make_rows(trace: Trace, *, name: str = "the trace", seed: int = 0) -> DraftR
 def _add_positions_between(survival, passes, accepted, known, requests):
     """A row for each accepted draft of a step: what a step that begins behind it would have drafted and accepted."""
     num_rows, depth = survival.shape
-    offsets = np.arange(accepted.sum() + num_rows) - np.repeat(
-        np.cumsum(accepted + 1) - accepted - 1, accepted + 1
-    )
+    offsets = np.arange(accepted.sum() + num_rows) - np.repeat(np.cumsum(accepted + 1) - accepted - 1, accepted + 1)
     row = np.repeat(np.arange(num_rows), accepted + 1)
     columns = offsets[:, None] + np.arange(depth)
     wide = np.concatenate((survival, np.full((num_rows, depth), np.nan, np.float32)), axis=1)

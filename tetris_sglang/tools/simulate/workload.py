@@ -86,9 +86,7 @@ def read_classes(path: Path, *, seed: int = 0) -> list[RequestClass]:
     classes = []
     for one in described:
         if unknown := sorted(one.keys() - known):
-            raise ValueError(
-                f"--classes {path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-            )
+            raise ValueError(f"--classes {path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         if "trace" not in one:
             raise ValueError(f"--classes {path}: every class needs a trace")
         trace = path.parent / one["trace"]
@@ -154,9 +152,7 @@ def join_rows(classes: Sequence[RequestClass]) -> RowTable:
     )
 
 
-def draw_requests(
-    classes: Sequence[RequestClass], count: int, *, seed: int, arrival_s: np.ndarray | None = None
-) -> Requests:
+def draw_requests(classes: Sequence[RequestClass], count: int, *, seed: int, arrival_s: np.ndarray | None = None) -> Requests:
     """Requests of the classes in their shares; each begins where some recorded request began.
 
     Args:
@@ -181,9 +177,7 @@ def draw_requests(
 # -- arrivals ------------------------------------------------------------------------------------------------------
 
 
-def draw_arrivals(
-    kind: str, rate: float, count: int, *, burstiness: float = 1.0, seed: int = 0
-) -> np.ndarray:
+def draw_arrivals(kind: str, rate: float, count: int, *, burstiness: float = 1.0, seed: int = 0) -> np.ndarray:
     """Seconds [count] at which requests arrive, ascending.
 
     Args:
