@@ -584,8 +584,8 @@ folder.
 ## Training
 
 {training["steps"]} steps. Chains of {", ".join(map(str, training["chains"]))} tokens in turn, from every position of an
-answer. Half cross-entropy to the target's distribution, half to its likeliest token. The loss fell from {training["first_loss"]:.2f} to
-{training["last_loss"]:.2f}.
+answer. Half cross-entropy to the target's distribution, half to its likeliest token.
+The loss fell from {training["first_loss"]:.2f} to {training["last_loss"]:.2f}.
 
 Accepted of {measured["drafted"]} greedy drafts on held-out prompts, while it was trained:
 
@@ -596,8 +596,8 @@ Accepted of {measured["drafted"]} greedy drafts on held-out prompts, while it wa
 ## What a server accepts
 
 {measured["prompts"]} prompts that were not trained on (ShareGPT of the split for results, HumanEval, the project's own
-questions), at most {measured["new_tokens"]} tokens each, float32. Every draft is verified; the draft's own tokens and probabilities, without
-calibration and texts. Accepted per pass, of {measured["drafted"]}:
+questions), at most {measured["new_tokens"]} tokens each, float32. Every draft is verified; the draft's own tokens and
+probabilities, without calibration and texts. Accepted per pass, of {measured["drafted"]}:
 
 | temperature | {" | ".join(kinds)} |
 |---|{"---|" * len(kinds)}

@@ -405,9 +405,9 @@ def describe(results: dict[str, Any]) -> str:
     others = [s for s in results["settings"] if s["arm"] in fitted]
     return (
         f"Predicted speeds: {count_within(predicted, 'error')}. Ratios to no speculation: "
-        f"{count_within(predicted, 'ratio_error')}. Fitted to {' and '.join(fitted)} (speeds: {count_within(others, 'error')}): passes "
-        f"take {fit['pace']:.2f} of what was timed, {fit['row_pace']:.2f} of that for every row but the first, the host "
-        f"{fit['host_s'] * 1e3:.1f} ms per step, a prefill {fit['prefill_s'] * 1e3:.1f} ms beyond its pass."
+        f"{count_within(predicted, 'ratio_error')}. Fitted to {' and '.join(fitted)} (speeds: {count_within(others, 'error')}):"
+        f" passes take {fit['pace']:.2f} of what was timed, {fit['row_pace']:.2f} of that for every row but the first, the "
+        f"host {fit['host_s'] * 1e3:.1f} ms per step, a prefill {fit['prefill_s'] * 1e3:.1f} ms beyond its pass."
     )
 
 

@@ -207,8 +207,9 @@ SETTINGS: tuple[Setting, ...] = (
         "shared_texts",
         _parse_bool,
         "on|off",
-        "TETRIS: let requests draft from one another's texts, running or lately ended, too. It never shows in an output, but how "
-        "fast it comes can tell that somebody wrote the same before; cache_salt and extra_key keep texts apart. Default: off.",
+        "TETRIS: let requests draft from one another's texts, running or lately ended, too. It never shows in an output, but "
+        "how fast it comes can tell that somebody wrote the same before; cache_salt and extra_key keep texts apart. Default: "
+        "off.",
     ),
     Setting(
         "draft",

@@ -70,6 +70,7 @@ class StepRunner:
         with phases("draft"):
             proposal = self._draft.propose(batch, plan.depth) if plan.capacity_tokens else None
 
+        # Of all drafted tokens of the batch the C with the largest survivals, and a root per request, in one ragged pass.
         with phases("select"):
             grid = make_grid(draft_input.bonus_tokens, proposal, max_depth, self._width)
             draft_lens = None if proposal is None else self._select(batch, proposal, plan, wishes)
