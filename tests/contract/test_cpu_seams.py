@@ -104,7 +104,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.speculative import eagle_utils
-from tetris_sglang.runtime import cpu
+from tetris_sglang import portable_cpu
 from tetris_sglang.portable_cpu.inventory import SEAMS
 
 def complaint():

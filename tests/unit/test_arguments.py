@@ -14,7 +14,7 @@ from tetris_sglang.runtime.arguments import (
     validate_device,
     validate_server_args,
 )
-from tetris_sglang.runtime.drafts import kind
+from tetris_sglang.runtime.drafts import kind as draft_kind
 
 LLAMA = {
     "model_type": "llama",
@@ -380,7 +380,7 @@ def test_the_kind_of_draft_is_found_out(make_args, write_config, environment, ki
     draft = None if draft is None else write_config("its_draft", **draft)
     args = make_args(model_path=write_config("its_target", **target), speculative_draft_model_path=draft)
     validate_server_args(args)
-    assert kind.current_kind() == kind
+    assert draft_kind.current_kind() == kind
     environment["SGLANG_TETRIS_DRAFT"] = kind
     validate_server_args(args)
     environment["SGLANG_TETRIS_DRAFT"] = "ngram" if kind == "standalone" else "standalone"
@@ -392,7 +392,7 @@ def test_layers_of_the_target_need_not_be_used(make_args, write_config, environm
     environment["SGLANG_TETRIS_DRAFT"] = "ngram"
     target = write_config("its_target", num_nextn_predict_layers=1)
     validate_server_args(make_args(model_path=target, speculative_draft_model_path=None))
-    assert kind.current_kind() == "ngram"
+    assert draft_kind.current_kind() == "ngram"
 
 
 def test_a_head_of_another_target(make_args, write_config):

@@ -112,9 +112,9 @@ from sglang.srt.platforms import current_platform
 result = {"platform": type(current_platform).__name__}
 load_plugins()
 result["state"] = state()
-from tetris_sglang.runtime import cpu
+from tetris_sglang import portable_cpu
 
-cpu.register()
+portable_cpu.register()
 result["again"] = state()
 result["scheduler"] = "sglang.srt.managers.scheduler" in sys.modules
 

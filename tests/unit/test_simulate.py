@@ -650,7 +650,7 @@ def test_command(trace, tmp_path):
     arguments = (
         *("--trace", trace, "--device", "h100", "--users", "1,32", "--requests", "150"),
         *("--policies", "sd2,auto", "--output-len", "20-60", "--capacities", "0.5,2"),
-        *("--slo-tpot-ms", "5", "--most-replicas", "8", "--json", out, "--plot", picture),
+        *("--slo-tpot-ms", "5", "--max-replicas", "8", "--json", out, "--plot", picture),
     )
     result = call(*arguments)
     assert result.exit_code == 0, result.output

@@ -29,7 +29,7 @@ def accept_chain(candidates: Tensor, target_tokens: Tensor, draft_lens: Tensor) 
     by token with these E would give, whatever was drafted and selected, and whether or not that looked at E. It has the
     target's distribution: the text before n is a function of earlier E, so E_n is independent of it.
 
-    (Draws made anew in every step, as `sample_rows` does, are exact as well, for drafts and selection that do not see them:
+    (Draws made anew in every step are exact as well, for drafts and selection that do not see them:
     what is not accepted is drawn again, but only rows that were not reached are.)
 
     Args:
