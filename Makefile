@@ -1,7 +1,7 @@
 # `make` lists the targets. Everything is installed into .venv; models made for the demo and the benchmarks are kept in
 # ~/.cache/tetris_sglang (SGLANG_TETRIS_CACHE). As root, a missing python3-venv is installed with apt.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test bench check lint clean gpu-bundle gpu-dry-run gpu-check
+.PHONY: help env demo test test-fast bench check lint docs clean gpu-bundle gpu-dry-run gpu-check
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -26,6 +26,9 @@ demo: env ## a real model served with TETRIS, with SGLang's own speculation and 
 test: env ## the whole test suite
 	$(VENV)/bin/python -m pytest -n 2 --durations 25
 
+test-fast: env ## what needs no server, no kernel and no tool
+	$(VENV)/bin/python -m pytest -n 2 -m "not e2e and not kernels and not tools"
+
 # ARGS="--full --resume" compares everything, for hours.
 bench: env ## the same three compared on real prompts, side by side
 	$(VENV)/bin/tetris-sglang bench --out build/bench.json $(ARGS)
@@ -33,8 +36,13 @@ bench: env ## the same three compared on real prompts, side by side
 check: env ## what is installed, and what would stop TETRIS from starting
 	$(VENV)/bin/tetris-sglang check
 
-lint: env ## ruff
+lint: env ## ruff, its format, and types of the pure packages
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+docs: env ## the documentation as a site in build/site; a broken link stops it
+	./scripts/make_docs.sh
 
 gpu-bundle: env ## what an offline GPU host lacks, in build/gpu-bundle (docs/gpu.md)
 	./scripts/gpu/make_bundle.sh

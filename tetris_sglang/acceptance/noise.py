@@ -71,7 +71,7 @@ def perturb(logits: Tensor, noise: RequestNoise, positions: Tensor, token_ids: T
     """Logits whose largest belongs to the winner of the race, at the request's temperature.
 
     In units of the logits themselves, so how far the winner is ahead means much the same at any temperature
-    (docs/experiments.md).
+    (docs/lessons.md).
 
     Args:
         logits: [rows, n] floats. positions: [rows] int64, as for `exponentials`.

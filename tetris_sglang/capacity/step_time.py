@@ -72,7 +72,7 @@ _NOISE = 0.08
 _DRIFT = 2e-4
 """Share of the prior's variance that returns with every step: how fast the machine may change."""
 _DRAW_SHARE = 0.4
-"""Of the deviations, in what is drawn: whole ones try more than the tries are worth (docs/experiments.md)."""
+"""Of the deviations, in what is drawn: whole ones try more than the tries are worth (docs/lessons.md)."""
 _OUTLIER_DEVIATIONS = 2.5
 """A step further off than that counts as that far; one that took so much longer and stands alone (first-use compilation,
 another process's burst, a process that was suspended) does not count at all."""

@@ -268,7 +268,7 @@ def _logit(probs: Tensor) -> Tensor:
     """Finite log-odds; NaN stays NaN. Sync: none; CUDA-graph safe."""
     if probs.device.type != "cpu":
         return probs.logit(_EPSILON)
-    # torch's own wakes every thread there, however few the numbers, and waits for them (docs/experiments.md).
+    # torch's own wakes every thread there, however few the numbers, and waits for them (docs/lessons.md).
     probs = probs.clamp(_EPSILON, 1 - _EPSILON)
     return (probs / (1 - probs)).log_()
 

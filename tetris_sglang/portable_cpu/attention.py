@@ -26,7 +26,7 @@ from tetris_sglang.portable_cpu.grouping import group_requests
 FOLDED_QUERIES = 64
 # A prefill batch of uneven lengths is cut into tiles of so many queries where padding would double its rows.
 TILE_QUERIES = 64
-# On the machine of docs/experiments.md; they decide what is computed together, and nothing else.
+# On the machine of docs/lessons.md; they decide what is computed together, and nothing else.
 _GATHERED_BYTES_PER_US = 3500.0
 _QUERY_COST = 0.07
 """Of one query on one cached row, in rows gathered."""

@@ -1,7 +1,7 @@
 """Linear layers on weights laid out for few rows.
 
 A speculative pass multiplies large weights with few rows. `torch.nn.functional.linear` rearranges the weight for its kernel
-in every call, which at such sizes costs as much as the product; oneDNN does it once (docs/experiments.md).
+in every call, which at such sizes costs as much as the product; oneDNN does it once (docs/lessons.md).
 """
 
 import torch

@@ -155,7 +155,7 @@ class DraftPasses:
         """One pass over a planned batch.
 
         Without `ModelRunner.forward` around it: copying the batch into static buffers and choosing a runner cost as much as
-        the products of a small draft's pass (docs/experiments.md).
+        the products of a small draft's pass (docs/lessons.md).
         """
         model = self.runner.model
         with (
