@@ -97,7 +97,7 @@ def make_step(proposal: Proposal, depth: int, device: str, path: Path) -> Callab
     batch, num_nodes = proposal.tokens.shape
     move = lambda part: None if part is None else part.to(device)
     shape = proposal.shape and TreeShape(*map(move, proposal.shape))
-    proposal = Proposal(*map(move, (proposal.tokens, proposal.survival)), shape, move(proposal.probs))
+    proposal = Proposal(*map(move, (proposal.tokens, proposal.survival, proposal.probs)), shape)
     nothing = torch.zeros(batch, dtype=torch.int32, device=device)
     path_columns = None if shape is None else torch.zeros(batch, depth + 1, dtype=torch.int64, device=device)
     record = StepRecord(

@@ -31,7 +31,6 @@ from rich.progress import track
 from tetris_sglang.config import find_settings
 from tetris_sglang.tools.bench.workloads import MAX_CHARS
 from tetris_sglang.tools.load import Completion, generate
-from tetris_sglang.tools.models import ensure_target, find_head
 from tetris_sglang.tools.prompts import (
     RESULTS,
     Prompt,
@@ -40,6 +39,7 @@ from tetris_sglang.tools.prompts import (
     read_sharegpt,
     render_chats,
 )
+from tetris_sglang.tools.real_model import ensure_target, find_head
 from tetris_sglang.tools.server_process import ServerProcess
 from tetris_sglang.trace import read_trace
 

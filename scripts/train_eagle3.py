@@ -37,8 +37,8 @@ from train_pair import Trainer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tetris_sglang.tools.fetch import SMOLLM2
-from tetris_sglang.tools.models import HEAD, ensure_target
 from tetris_sglang.tools.prompts import RESULTS, TRAINING, read_human_eval, read_questions, read_sharegpt
+from tetris_sglang.tools.real_model import HEAD, ensure_target
 
 LAYER_IDS = "2,15,28"
 """Whose outputs the head reads: early, in the middle, and the last that SGLang can capture of thirty."""

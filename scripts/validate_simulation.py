@@ -44,8 +44,8 @@ from tetris_sglang.tools.bench.results import Sample, collect_provenance, hash_o
 from tetris_sglang.tools.bench.settings import Settings
 from tetris_sglang.tools.bench.workloads import EQUAL, SHARED_PREFIX, UNLIKE, Chats, Load, find_workload
 from tetris_sglang.tools.load import generate
-from tetris_sglang.tools.models import REPOSITORY, ensure_target, find_head
 from tetris_sglang.tools.prompts import Prompt, render_chats
+from tetris_sglang.tools.real_model import REPOSITORY, ensure_target, find_head
 from tetris_sglang.tools.server_process import ServerProcess
 from tetris_sglang.tools.simulate.costs import Calibration, load_pass_times, make_costs
 from tetris_sglang.tools.simulate.engine import Setup

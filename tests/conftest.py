@@ -6,6 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("tetris", deadline=None, max_examples=100)
+settings.load_profile("tetris")
 
 # Workers of pytest-xdist share the cores.
 torch.set_num_threads(1)
@@ -30,7 +34,20 @@ def plugins() -> None:
         load_plugins()
 
 
-_REPLAYS = "tests/unit/test_calibration_replay.py"
+_REPLAYS = "tests/estimates/test_replayed.py"
+
+
+_TOOLS = ("benchmarks", "scripts", "tools")
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Marks by folder: e2e, kernels, tools."""
+    for item in items:
+        folder = item.nodeid.removeprefix("tests/").split("/")[0]
+        if folder in ("e2e", "kernels"):
+            item.add_marker(folder)
+        elif folder in _TOOLS:
+            item.add_marker("tools")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -110,13 +110,17 @@ def read_trace(path: Path) -> Trace:
     bits = np.unpackbits(rows["accepted"], axis=1, count=header["num_nodes"], bitorder="little")
     return Trace(
         header,
-        *(rows[name].astype(np.int64) for name in ("step", "request", "depth", "selected")),
-        *(rows[name].astype(np.float32) for name in ("raw", "survival")),
-        rows["node_depths"].astype(np.int64),
-        rows["passes" if "passes" in kind.names else "node_depths"].astype(np.int64),
-        bits.astype(bool),
+        steps=rows["step"].astype(np.int64),
+        requests=rows["request"].astype(np.int64),
+        depths=rows["depth"].astype(np.int64),
+        selected=rows["selected"].astype(np.int64),
+        raw=rows["raw"].astype(np.float32),
+        survival=rows["survival"].astype(np.float32),
+        node_depths=rows["node_depths"].astype(np.int64),
+        passes=rows["passes" if "passes" in (rows.dtype.names or ()) else "node_depths"].astype(np.int64),
+        accepted=bits.astype(bool),
     )
 
 
-def _open(path: Path, mode: str) -> IO[bytes]:
+def _open(path: Path, mode: str) -> Any:
     return gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)

@@ -1,6 +1,6 @@
 """Servers that must not start: each ends by itself, soon, with a message that names the flag, the value and the way out.
 
-Every other bad value goes the same way and is tested in one process (tests/unit/test_arguments.py).
+Every other bad value goes the same way and is tested in one process (tests/runtime/test_arguments.py).
 """
 
 import json

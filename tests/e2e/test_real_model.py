@@ -6,8 +6,8 @@ import pytest
 
 from tetris_sglang.tools.demo import NONE, TETRIS, server_arguments
 from tetris_sglang.tools.load import count_drafts, generate
-from tetris_sglang.tools.models import ensure_target, find_head
 from tetris_sglang.tools.prompts import read_questions, render_chats
+from tetris_sglang.tools.real_model import ensure_target, find_head
 from tetris_sglang.tools.server_process import ServerProcess, start_all
 
 NEW_TOKENS = 48

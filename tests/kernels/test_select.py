@@ -60,7 +60,7 @@ def test_equals_torch_at_large_depths(batch, max_draft):
     assert_selects_as_torch(probs, [batch * max_draft // 2])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.data())
 def test_equals_torch_on_odd_values(data):
     batch, max_draft = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))

@@ -104,7 +104,7 @@ class AcceptCurves:
         self._expected[kind] = fading * self._expected[kind] + expected
         self._confirmed[kind] = fading * self._confirmed[kind] + accepted
 
-    def confidence(self, depths: int | np.ndarray) -> float | np.ndarray:
+    def confidence(self, depths: int | np.ndarray) -> np.ndarray:
         """Accepted drafts per expected one at these depths: near 1 once survivals are calibrated, and quick to change if they
         are not.
 

@@ -43,6 +43,7 @@ class FixedCapacity:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if self.absolute is not None:
             return self.absolute
+        assert self.per_request is not None
         # A decimal k is rarely a binary fraction: 0.29 * 100 is 28.999..., and 29 was meant.
         return max(1, math.floor(self.per_request * batch_size + 1e-9))
 

@@ -6,7 +6,7 @@ its `branches` most likely tokens; the whole tree's most likely nodes are propos
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,16 +57,15 @@ class ChainGrower:
     def __init__(self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, match: Match | None = None) -> None:
         self._calibrate = calibrate
         self._matcher = None if match is None else Matcher(match, calibrate)
-        self._is_followed = None if self._matcher is None else self._matcher.exists
+        self._is_followed: Any = None if self._matcher is None else self._matcher.exists
         self._levels: list[tuple[Tensor, ...]] = []
         self.grow(tokens[:, None], probs[:, None])
 
     def grow(self, tokens: Tensor, probs: Tensor) -> None:
-        if self._matcher is None:
-            level = tokens[:, 0], probs[:, 0]
-        else:
-            level = self._matcher.choose(len(self._levels), tokens, probs, self._is_followed)
-            self._is_followed = level.is_followed
+        level: tuple[Tensor, ...] = tokens[:, 0], probs[:, 0]
+        if self._matcher is not None:
+            choice = self._matcher.choose(len(self._levels), tokens, probs, self._is_followed)
+            level, self._is_followed = choice, choice.is_followed
         self._levels.append(level)
         self.frontier_tokens = level[0]
 
@@ -77,7 +76,7 @@ class ChainGrower:
         depths = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         if self._matcher is None:
             return make_chains(tokens, self._calibrate(probs, depths, None), probs)
-        columns = tokens, *self._matcher.score(slice(0, len(depths)), depths, Choice(*parts))
+        columns: tuple[Tensor, ...] = tokens, *self._matcher.score(slice(0, len(depths)), depths, Choice(*parts))
         end = min(max_nodes, self._matcher.num_levels)
         if end > len(depths):
             extension = self._matcher.go_on(slice(len(depths), end), self._is_followed)
@@ -114,11 +113,15 @@ class TreeGrower:
         batch, self._branches = tokens.shape
         self._calibrate = calibrate
         self._matcher = None if match is None else Matcher(match, calibrate)
-        self._is_followed = None if self._matcher is None else self._matcher.exists
+        self._is_followed: Any = None if self._matcher is None else self._matcher.exists
         # Indices of the frontier in the concatenation of all levels.
         self._frontier = torch.full((batch, 1), -1, device=tokens.device)
         self._frontier_survival = probs.new_ones(batch, 1)
-        self._tokens, self._probs, self._survival, self._parents, self._evidence = [], [], [], [], []
+        self._tokens: list[Tensor] = []
+        self._probs: list[Tensor] = []
+        self._survival: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        self._evidence: list[Tensor] = []
         self._add(tokens[:, None], probs[:, None])
         # The first level's nodes are all expanded, as they stand.
         self._move_to(torch.arange(self._branches, device=tokens.device).expand(batch, -1))

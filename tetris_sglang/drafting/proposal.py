@@ -30,10 +30,10 @@ class Proposal(NamedTuple):
     """[batch, num_nodes] int64."""
     survival: Tensor
     """[batch, num_nodes] float32 in [0, 1], non-increasing: how likely each token is accepted, with all before it."""
+    probs: Tensor
+    """[batch, num_nodes] float32, the draft's own probability of each token, given those before it."""
     shape: TreeShape | None = None
     """[batch, num_nodes + 1]; None: chains, node i follows node i - 1."""
-    probs: Tensor | None = None
-    """[batch, num_nodes] float32, the draft's own probability of each token, given those before it; None: nobody asks."""
     evidence: Tensor | None = None
     """[batch, num_nodes] int64, what texts say of each token, see `texts.match`; None: was not asked."""
 
@@ -47,7 +47,7 @@ def make_chains(tokens: Tensor, accept_probs: Tensor, probs: Tensor, evidence: T
     Sync: none; CUDA-graph safe.
     Example: accept_probs [[.9, .5]] -> survival [[.9, .45]]
     """
-    return Proposal(tokens, survival_from_probs(accept_probs), None, probs, evidence)
+    return Proposal(tokens, survival_from_probs(accept_probs), probs, None, evidence)
 
 
 class Grid(NamedTuple):
@@ -114,8 +114,8 @@ def order_nodes(
     return Proposal(
         tokens.gather(1, order),
         survival.gather(1, order),
-        TreeShape(torch.nn.functional.pad(parent_columns, (1, 0)), torch.nn.functional.pad(depths[order], (1, 0))),
         probs.gather(1, order),
+        TreeShape(torch.nn.functional.pad(parent_columns, (1, 0)), torch.nn.functional.pad(depths[order], (1, 0))),
         None if evidence is None else evidence.gather(1, order),
     )
 

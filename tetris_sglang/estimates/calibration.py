@@ -218,8 +218,9 @@ class Calibration:
         # [depth, bin]; from the widest evidence to a cell's own.
         count, accepted, total = sums = self._sums[:3].view(3, -1, NUM_BINS)[:, 1:]
         pooled = sums.sum(dim=1)
-        correction = self._correct(*(pooled @ self._nearness), 0.0)
-        correction = self._correct(*pooled, correction)
+        near = pooled @ self._nearness
+        correction = self._correct(near[0], near[1], near[2], 0.0)
+        correction = self._correct(pooled[0], pooled[1], pooled[2], correction)
         correction = self._correct(count, accepted, total, correction)
         levels = _make_monotone(self._centres + correction, count + self.prior_strength)
         self._levels[1:] = levels

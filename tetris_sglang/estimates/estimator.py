@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tetris_sglang.drafting import Proposal
 from tetris_sglang.estimates.calibration import Calibration, chain_outcomes, tree_outcomes
 from tetris_sglang.estimates.offsets import EvidenceOffsets
 from tetris_sglang.observers import StepRecord
@@ -31,13 +30,14 @@ class JudgedNodes(NamedTuple):
 
 def judge_nodes(record: StepRecord) -> JudgedNodes:
     """Read the outcomes of a step that drafted off what it accepted. Sync: none."""
-    proposal: Proposal = record.proposal
-    num_accepted, grid = record.accepted.num_accepted, record.grid
+    proposal, num_accepted, grid = record.proposal, record.accepted.num_accepted, record.grid
+    assert proposal is not None
     batch_size, num_nodes = proposal.tokens.shape
     draft_lens = record.packed.verify_lens - 1
     if grid.shape is None:
         depths = torch.arange(1, num_nodes + 1, device=draft_lens.device).expand(batch_size, -1)
         return JudgedNodes(depths, *chain_outcomes(num_accepted, draft_lens, num_nodes))
+    assert record.accepted.path is not None
     outcomes = tree_outcomes(record.accepted.path, num_accepted, draft_lens, grid.shape.parents)
     depths = grid.shape.depths[:, 1 : num_nodes + 1]
     return JudgedNodes(depths, *(outcome[:, :num_nodes] for outcome in outcomes))

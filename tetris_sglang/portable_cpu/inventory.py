@@ -1,7 +1,7 @@
 """Every upstream symbol that the portable CPU platform hooks or relies on, as of SGLang 0.5.23.
 
 `hooks.register` applies the hooks listed here, `hooks.verify_landed` checks that they took effect, and
-`tests/contract/test_cpu_seams.py` checks that each symbol still has the parameters relied on.
+`tests/portable_cpu/test_inventory.py` checks that each symbol still has the parameters relied on.
 """
 
 from dataclasses import dataclass

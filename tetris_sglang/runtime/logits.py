@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tetris_sglang.drafting import Grid, ancestor_mask
 from tetris_sglang.runtime.host_copy import send
-from tetris_sglang.runtime.texts import RequestTexts
+from tetris_sglang.runtime.request_texts import RequestTexts
 
 _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 """SGLang's names, and the values that change nothing."""

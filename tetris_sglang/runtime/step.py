@@ -11,13 +11,14 @@ from torch import Tensor
 from tetris_sglang.capacity import StepPlan
 from tetris_sglang.drafting import Grid, Proposal, TreeShape, make_grid
 from tetris_sglang.observers import Observer, StepRecord
+from tetris_sglang.packing import AcceptedTokens, PackedTokens
 from tetris_sglang.runtime.drafts.base import Draft
 from tetris_sglang.runtime.operations import Operations
 from tetris_sglang.runtime.planning.planner import StepPlanner
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.reports.phases import PhaseTimer
+from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.runtime.requests.weights import RequestWeights, Wishes
-from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.verify import (
     commit_paths,
     compute_logprobs,
@@ -57,7 +58,7 @@ class StepRunner:
 
     def run(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         """Emit one token or more for every request of a ScheduleBatch, in SGLang's forward isolation."""
-        phases, runner = self._phases, self._target_worker.model_runner
+        phases, sampler = self._phases, self._target_worker.model_runner.sampler
         phases.begin_step()
         draft_input, batch_size = batch.spec_info, len(batch.reqs)
         wishes = self._weights.get_wishes(batch.reqs)
@@ -94,7 +95,7 @@ class StepRunner:
         with phases("sample"):
             tokens, logprob_logits = sample_target(
                 batch,
-                runner.sampler,
+                sampler,
                 result.logits_output,
                 grid,
                 packed,
@@ -103,10 +104,7 @@ class StepRunner:
                 grammar_tree,
                 grammar_barrier,
             )
-            (tokens,) = self._ranks.share([tokens])
-            accepted = self._operations.accept_grid(tokens, packed, grid, batch.seq_lens)
-            if slots is not None:
-                commit_paths(runner.token_to_kv_pool, slots, accepted.path, accepted.num_accepted)
+            accepted = self._accept(batch, tokens, packed, grid, slots)
             if on_publish is not None:
                 # The next step waits for this, and for nothing that follows.
                 on_publish(accepted.new_seq_lens)
@@ -129,6 +127,15 @@ class StepRunner:
         weights = self._weights.compose(batch.req_pool_indices, wishes)
         self._planner.after_draft(proposal, plan, weights, wishes)
         return self._operations.select_drafts(proposal.survival, plan.capacity_tokens, weights)
+
+    def _accept(self, batch, tokens: Tensor, packed: PackedTokens, grid: Grid, slots: Tensor | None) -> AcceptedTokens:
+        """Keep the drafts that equal the target's `tokens` [num_tokens], from each root on."""
+        (tokens,) = self._ranks.share([tokens])
+        accepted = self._operations.accept_grid(tokens, packed, grid, batch.seq_lens)
+        if slots is not None:
+            kv_pool = self._target_worker.model_runner.token_to_kv_pool
+            commit_paths(kv_pool, slots, accepted.path, accepted.num_accepted)
+        return accepted
 
     def _share(self, draft_lens: Tensor | None, grid: Grid) -> tuple[Tensor | None, Grid]:
         """What all ranks verify: the first one's drafts."""

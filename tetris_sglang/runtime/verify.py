@@ -25,7 +25,7 @@ from tetris_sglang.drafting import Grid, TreeShape, ancestor_mask
 from tetris_sglang.packing import AcceptedTokens, PackedTokens
 from tetris_sglang.runtime.kv_moves import move_kv
 from tetris_sglang.runtime.logits import adjust_logits
-from tetris_sglang.runtime.texts import RequestTexts
+from tetris_sglang.runtime.request_texts import RequestTexts
 
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 """Sampling settings that a request's rows share."""

@@ -39,10 +39,10 @@ from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.reports.metrics import StepMetrics
 from tetris_sglang.runtime.reports.phases import PhaseTimer
 from tetris_sglang.runtime.reports.recording import StepRecorder
+from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.runtime.requests.seeds import RequestSeeds, install_sampler
 from tetris_sglang.runtime.requests.weights import RequestWeights
 from tetris_sglang.runtime.step import StepRunner
-from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.runtime.verify import graph_tier
 from tetris_sglang.selection import RequestPace
 from tetris_sglang.texts import trust

@@ -113,7 +113,7 @@ def demo(
 def models() -> None:
     """Fetch the model and the prompts that demo and bench use, and say where they are."""
     from tetris_sglang.tools.fetch import HUMAN_EVAL, SHAREGPT, NotFetched, fetch
-    from tetris_sglang.tools.models import ensure_target
+    from tetris_sglang.tools.real_model import ensure_target
 
     try:
         for name, path in (

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from tetris_sglang.tools.fetch import NotFetched
 from tetris_sglang.tools.load import DraftCounts, count_drafts, flush_cache, generate
-from tetris_sglang.tools.models import ensure_target, find_head
 from tetris_sglang.tools.prompts import read_questions, render_chats
+from tetris_sglang.tools.real_model import ensure_target, find_head
 from tetris_sglang.tools.server_process import ServerFailed, ServerProcess, start_all
 
 PROMPTS_AT = {1: 3, 4: 8, 8: 16}

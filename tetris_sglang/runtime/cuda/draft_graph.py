@@ -239,7 +239,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         num_columns = 3 if self._passes.texts is None else 4
         columns, shape = outputs[:num_columns], outputs[num_columns:]
         tokens, survival, probs, evidence = *columns, *[None] * (4 - num_columns)
-        return Proposal(tokens, survival, TreeShape(*shape) if shape else None, probs, evidence)
+        return Proposal(tokens, survival, probs, TreeShape(*shape) if shape else None, evidence)
 
     def _fill(self, size: int, start: int) -> None:
         """Let the slots from `start` on be harmless: request row 0, whose KV slots are all the padding slot 0."""

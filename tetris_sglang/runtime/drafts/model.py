@@ -44,8 +44,8 @@ from tetris_sglang.runtime.drafts.windows import (
 )
 from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.runtime.ranks import Ranks
+from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.runtime.requests.seeds import request_noise
-from tetris_sglang.runtime.texts import RequestTexts
 from tetris_sglang.texts import Calibrate
 
 

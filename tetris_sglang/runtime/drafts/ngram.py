@@ -12,7 +12,7 @@ from torch import Tensor
 from tetris_sglang.drafting import Proposal, propose_matches
 from tetris_sglang.observers import StepRecord
 from tetris_sglang.runtime.drafts.windows import Window, make_draft_input
-from tetris_sglang.runtime.texts import RequestTexts
+from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.texts import Calibrate, trust_match_lens
 
 

@@ -17,7 +17,7 @@ from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower
 from tetris_sglang.runtime.drafts.spec import DraftSpec
 from tetris_sglang.runtime.drafts.windows import Window, make_window_input
 from tetris_sglang.runtime.kv_moves import move_kv
-from tetris_sglang.runtime.texts import RequestTexts
+from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.texts import Calibrate, Match
 
 

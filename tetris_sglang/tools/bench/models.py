@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tetris_sglang.tools.bench.arms import REFERENCE, Arm
 from tetris_sglang.tools.bench.settings import Settings
-from tetris_sglang.tools.models import ensure_target, find_head
+from tetris_sglang.tools.real_model import ensure_target, find_head
 
 
 class Models(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 from tetris_sglang.tools.bench.arms import Arm
 from tetris_sglang.tools.bench.settings import Settings
 from tetris_sglang.tools.bench.workloads import Load
-from tetris_sglang.tools.models import REPOSITORY
+from tetris_sglang.tools.real_model import REPOSITORY
 
 Sample = dict[str, Any]
 Results = dict[str, Any]

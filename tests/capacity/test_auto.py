@@ -1,0 +1,300 @@
+"""The automatic capacity against every fixed setting, on a simulated server whose true times and acceptances are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tetris_sglang.capacity import (
+    AcceptCurves,
+    AutoCapacity,
+    DraftLimits,
+    PassTimes,
+    StepPlan,
+    StepShape,
+    StepTimeModel,
+    capacity_shares,
+    measure_curves,
+)
+from tetris_sglang.selection import select_prefixes
+
+NUM_STEPS = 6
+
+
+LIMITS = DraftLimits(range(1, NUM_STEPS + 1), lambda depth: depth)
+
+
+# A target whose pass is bound by memory up to some 32 rows, and a draft of a tenth of its cost.
+SEED = PassTimes(
+    target_s={rows: 0.020 + 0.0005 * max(0, rows - 32) + 0.0001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)},
+    window_s=dict.fromkeys((1, 4, 16, 64), 0.0022),
+    branch_s=dict.fromkeys((1, 4, 16, 64), 0.002),
+)
+
+
+class Server:
+    """Steps with true times unlike the seeds, and drafts with the given mean probability per token.
+
+    honesty: accepted drafts per expected one.
+    """
+
+    def __init__(self, draft_quality: float, honesty: float = 1.0) -> None:
+        self._quality, self._honesty = draft_quality, honesty
+        self._slowness, self._noise = 1.25, 0.05
+        self._random = np.random.default_rng(0)
+
+    def seconds(self, batch_size: int, plan: StepPlan) -> float:
+        rows = batch_size + plan.capacity_tokens
+        target = 0.020 + 0.0007 * max(0, rows - 24) + 0.0001 * rows
+        draft = (plan.depth > 0) * 0.003 + max(0, plan.depth - 1) * 0.0026
+        return self._slowness * (target + draft) + 0.0015
+
+    def survival(self, batch_size: int, depth: int) -> torch.Tensor:
+        spread = 2.0
+        probs = self._random.beta(spread * self._quality, spread * (1 - self._quality), (batch_size, depth))
+        return torch.from_numpy(probs.cumprod(axis=1)).float()
+
+    def run(self, policy, batch_sizes) -> tuple[float, list[StepPlan]]:
+        """Tokens per second over steps of the given batch sizes, and the plans."""
+        tokens, total_s, plans = 0.0, 0.0, []
+        for batch_size in batch_sizes:
+            plan, accepted = policy.choose(batch_size, LIMITS), 0.0
+            shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
+            if isinstance(policy, AutoCapacity):
+                policy.begin_step(shape)
+            if plan.depth:
+                survival = self.survival(batch_size, plan.depth)
+                lens = select_prefixes(survival, plan.capacity_tokens)
+                selected = torch.arange(plan.depth) < lens[:, None]
+                accepted = self._honesty * float((survival * selected).sum())
+                if isinstance(policy, AutoCapacity):
+                    curves = measure(policy, survival)
+                    expected = policy.curves.observe(curves, batch_size, plan.capacity_tokens)
+                    policy.confirm(plan.depth, batch_size, expected, accepted)
+            plans.append(plan)
+            seconds = self.seconds(batch_size, plan)
+            tokens, total_s = tokens + batch_size + accepted, total_s + seconds
+            if isinstance(policy, AutoCapacity):
+                policy.step_times.observe(shape, seconds * np.exp(self._noise * self._random.normal()))
+        return tokens / total_s, plans
+
+
+def measure(policy: AutoCapacity, survival: torch.Tensor) -> np.ndarray:
+    depth = survival.shape[1]
+    shares = torch.tensor(policy.curves.shares, dtype=torch.float32)
+    return measure_curves(survival, torch.arange(1, depth + 1), depth, shares).numpy()
+
+
+class Fixed:
+    def __init__(self, depth: int, per_request: float) -> None:
+        self._depth, self._per_request = depth, per_request
+
+    def choose(self, batch_size: int, limits: DraftLimits) -> StepPlan:
+        return StepPlan(self._depth, round(self._per_request * batch_size)) if self._depth else StepPlan(0, 0)
+
+
+# As timed while another process was busy: rows and passes far too dear.
+CONTENDED = PassTimes(
+    target_s={rows: 0.020 + 0.003 * rows for rows in SEED.target_s},
+    window_s=dict.fromkeys(SEED.window_s, 0.009),
+    branch_s=dict.fromkeys(SEED.branch_s, 0.006),
+)
+
+
+def make_auto(seed: PassTimes = SEED) -> AutoCapacity:
+    return AutoCapacity(
+        StepTimeModel(seed, max_rows=256, max_batch_size=64),
+        AcceptCurves(NUM_STEPS, capacity_shares(NUM_STEPS)),
+    )
+
+
+def speed_of(draft_quality: float, batch_size: int, plan: StepPlan) -> float:
+    """Tokens per second with one fixed plan, many steps at once."""
+    server, num_steps, accepted = Server(draft_quality), 4000 // batch_size + 200, 0.0
+    if plan.depth:
+        survival = server.survival(batch_size * num_steps, plan.depth).view(num_steps, -1)
+        # The best are prefixes.
+        accepted = float(survival.topk(plan.capacity_tokens, dim=1).values.sum(dim=1).mean())
+    return (batch_size + accepted) / server.seconds(batch_size, plan)
+
+
+def best_fixed(draft_quality: float, batch_size: int) -> float:
+    plans = [StepPlan(0, 0)]
+    for depth in range(1, NUM_STEPS + 1):
+        plans += [StepPlan(depth, round(c * batch_size)) for c in (0.5, 1, 2, 3, 4, 5, 6) if c <= depth]
+    return max(speed_of(draft_quality, batch_size, plan) for plan in plans if (plan.depth > 0) == (plan.capacity_tokens > 0))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("draft_quality", [0.05, 0.5, 0.8, 0.98])
+def test_is_about_as_fast_as_the_best_fixed_setting(draft_quality, batch_size):
+    """The seeds say too little by a fifth, and at first nothing is known of the draft."""
+    server, policy, best = Server(draft_quality), make_auto(), best_fixed(draft_quality, batch_size)
+    assert server.run(policy, [batch_size] * 300)[0] > 0.9 * best
+    assert server.run(policy, [batch_size] * 1200)[0] > 0.96 * best
+
+
+# As timed while another process was busy from the third size on.
+DISTURBED = dataclasses.replace(
+    SEED, target_s={rows: (2 if rows > 2 else 1) * seconds for rows, seconds in SEED.target_s.items()}
+)
+
+
+@pytest.mark.parametrize(
+    ("seed", "share"),
+    [pytest.param(CONTENDED, 0.93, id="contended"), pytest.param(DISTURBED, 0.9, id="disturbed")],
+)
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+@pytest.mark.parametrize("draft_quality", [0.5, 0.8])
+def test_seeds_far_off_are_overcome(draft_quality, batch_size, seed, share):
+    """Where the seeds say that larger plans do not pay, nothing but trying them shows that they do."""
+    server, policy, best = Server(draft_quality), make_auto(seed), best_fixed(draft_quality, batch_size)
+    server.run(policy, [batch_size] * 400)
+    assert server.run(policy, [batch_size] * 1000)[0] > share * best
+
+
+def test_a_useless_draft_is_left_alone():
+    speed, plans = Server(0.02).run(make_auto(), [16] * 2000)
+    plain, _ = Server(0.02).run(Fixed(0, 0.0), [16] * 100)
+    assert speed > 0.985 * plain
+    assert sum(plan.depth > 0 for plan in plans[100:]) < 0.02 * 1900
+    # But it is looked at now and then.
+    assert any(plan.depth > 0 for plan in plans[100:])
+
+
+@pytest.mark.parametrize("honesty", [0.02, 0.3])
+@pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
+def test_a_new_server_does_not_pay_for_a_draft_that_is_far_too_sure(batch_size, honesty):
+    """Its first users' answers are hardly later than plain decoding's; calibration has learnt nothing yet."""
+    speed, _ = Server(0.9, honesty).run(make_auto(), [batch_size] * 350)
+    plain, _ = Server(0.9).run(Fixed(0, 0.0), [batch_size] * 10)
+    assert speed > 0.98 * plain
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_a_draft_that_is_far_too_sure_is_found_out(batch_size):
+    """Before calibration has learnt anything."""
+    _, plans = Server(0.9, honesty=0.02).run(make_auto(), [batch_size] * 150)
+    assert sum(plan.depth > 0 for plan in plans) < 40
+    assert sum(plan.depth > 0 for plan in plans[-40:]) <= 2
+
+
+def test_a_draft_that_becomes_useful_is_noticed():
+    server, policy = Server(0.02), make_auto()
+    server.run(policy, [8] * 200)
+    useful = Server(0.9)
+    _, plans = useful.run(policy, [8] * 300)
+    assert all(plan.depth > 0 for plan in plans[-20:])
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_texts_that_repeat_themselves_do_without_a_useless_draft(batch_size):
+    """The texts begin to repeat themselves when the draft has long been left alone."""
+    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: min(NUM_STEPS + 4, depth + 4), num_extension=4)
+    policy = AutoCapacity(
+        StepTimeModel(SEED, max_rows=256, max_batch_size=64),
+        AcceptCurves(NUM_STEPS, capacity_shares(limits.count_nodes(NUM_STEPS))),
+    )
+    server = Server(0.02)
+
+    def run(quality: float, num_steps: int) -> list[StepPlan]:
+        """`quality`: of the texts' own tokens."""
+        plans = []
+        for _ in range(num_steps):
+            plan = policy.choose(batch_size, limits)
+            plans.append(plan)
+            shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
+            policy.begin_step(shape)
+            if plan.capacity_tokens:
+                # The texts' tokens, which any depth has; the draft's are behind them and worth nothing.
+                places = np.arange(limits.count_nodes(plan.depth))
+                survival = torch.tensor(np.where(places < 4, quality ** (places + 1), 0.0)).float()
+                curves = measure_curves(
+                    survival.expand(batch_size, -1),
+                    torch.tensor(np.maximum(places - 3, 0)),
+                    plan.depth,
+                    torch.tensor(policy.curves.shares, dtype=torch.float32),
+                )
+                expected = policy.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
+                policy.confirm(plan.depth, batch_size, expected, round(expected))
+            policy.step_times.observe(shape, server.seconds(batch_size, plan))
+        return plans
+
+    alone = run(0.02, 200)
+    assert sum(plan == StepPlan(0, 0) for plan in alone[100:]) > 85
+    assert sum(plan.depth == 0 and plan.capacity_tokens > 0 for plan in alone[100:]) >= 5
+    repeating = run(0.9, 100)
+    # Next to nothing is left plain, and next to no pass is spent.
+    assert sum(plan.capacity_tokens < batch_size for plan in repeating[40:]) <= 2
+    assert sum(plan.depth > 0 for plan in repeating[40:]) <= 5
+    assert run(0.0, 200)[-50:].count(StepPlan(0, 0)) > 40
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_a_draft_that_is_better_than_it_believes_is_found_beside_good_texts(batch_size):
+    """Half of the requests have texts that are nearly always right, and know it; the draft is always right, and does not."""
+    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: depth + 4, num_extension=4)
+    policy = AutoCapacity(
+        StepTimeModel(SEED, max_rows=256, max_batch_size=64),
+        AcceptCurves(NUM_STEPS, capacity_shares(limits.count_nodes(NUM_STEPS))),
+    )
+    server, plans = Server(0.9), []
+    shares = torch.tensor(policy.curves.shares, dtype=torch.float32)
+    places = torch.arange(1, NUM_STEPS + 5)
+    from_texts = (places - 4).clamp(min=0).expand(batch_size, -1)
+    passes = torch.where(torch.arange(batch_size)[:, None] % 2 == 0, from_texts, places)
+    believed = torch.where(passes == 0, 0.95, 0.6).cumprod(dim=1)
+    for _ in range(200):
+        plan = policy.choose(batch_size, limits)
+        plans.append(plan)
+        shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
+        policy.begin_step(shape)
+        if plan.capacity_tokens:
+            survival = believed * (passes <= plan.depth)
+            curves = measure_curves(survival, passes, plan.depth, shares).numpy()
+            expected = policy.curves.observe(curves, batch_size, plan.capacity_tokens)
+            lens = select_prefixes(survival, plan.capacity_tokens)
+            is_right = ((passes <= plan.depth) & (places <= lens[:, None])).float() * (0.95 if plan.depth == 0 else 1)
+            policy.confirm(plan.depth, batch_size, expected, round(float(is_right.cumprod(dim=1).sum())))
+        policy.step_times.observe(shape, server.seconds(batch_size, plan))
+    # How deep is for calibration to find.
+    assert sum(plan.depth > 0 for plan in plans[40:]) > 0.9 * 160
+
+
+def test_load_up_and_down_without_flapping():
+    """A sweep of the load up and down: plain where it pays, and few changes on the way."""
+    sweep = [b for b in (1, 2, 4, 8, 16, 32, 64, 32, 16, 8, 4, 2, 1) for _ in range(150)]
+    server = Server(0.45)
+    server.run(policy := make_auto(), sweep)
+    _, plans = server.run(policy, sweep)
+    kinds = [plan.depth > 0 for plan in plans]
+    changes = sum(a != b for a, b in itertools.pairwise(kinds))
+    assert kinds[:50] == [True] * 50 and kinds[-50:] == [True] * 50
+    assert sum(kinds[900:1050]) < 30, "64 requests leave no room for drafts of this quality"
+    # Two, and two for every look and probe in between.
+    assert changes <= 2 + 2 * 18
+    # No cliff: at no load is it slower than plain decoding.
+    for batch_size in (1, 8, 64):
+        speed, _ = server.run(policy, [batch_size] * 200)
+        plain, _ = server.run(Fixed(0, 0.0), [batch_size] * 20)
+        assert speed > 0.98 * plain
+
+
+def test_graph_tiers_are_filled():
+    tiers = (8, 16, 32, 64, 96, 128)
+    limits = DraftLimits(
+        [NUM_STEPS],
+        lambda depth: depth,
+        lambda batch_size, rows: next((tier for tier in tiers if tier >= rows), None),
+    )
+    policy = make_auto()
+    for batch_size in (3, 7, 16, 20):
+        for _ in range(10):
+            plan = policy.choose(batch_size, limits)
+            rows = batch_size + plan.capacity_tokens
+            assert plan.depth in (0, NUM_STEPS)
+            assert plan.depth == 0 or rows in tiers or plan.capacity_tokens == batch_size * NUM_STEPS

@@ -1,0 +1,141 @@
+"""What drafts missed while steps did without them, against plain Python."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tetris_sglang.runtime.drafts import catch_up
+from tetris_sglang.runtime.drafts.catch_up import MissedTokens
+from tetris_sglang.runtime.drafts.windows import Window, slide_window
+from tetris_sglang.runtime.ranks import Ranks
+
+ALONE = Ranks()
+
+
+def state_of(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.stack((tokens, tokens * 2, -tokens), dim=-1).float()
+
+
+def make_missed(slots: int = 12, max_emitted: int = 1, has_states: bool = False, ranks: Ranks = ALONE) -> MissedTokens:
+    size = 3 if has_states else None
+    return MissedTokens(slots, max_emitted=max_emitted, hidden_size=size, dtype=torch.float32, device="cpu", ranks=ranks)
+
+
+@pytest.mark.parametrize("width", [2, 4, 7])
+@pytest.mark.parametrize("max_emitted", [1, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_missed_and_window_together_hold_every_token_once(width, max_emitted, seed):
+    """Requests of random ages: what is taken, and the window after it, are the text's last tokens without a gap."""
+    rng = random.Random(seed)
+    batch, slots = 5, 12
+    rows = torch.tensor(rng.sample(range(slots), batch))
+    missed = make_missed(slots, max_emitted, has_states=True)
+    texts = [list(range(100 * r, 100 * r + rng.randint(1, width))) for r in range(batch)]
+    tokens = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+    window = Window(tokens, torch.tensor([len(text) for text in texts]), state_of(tokens))
+    joined = batch - 1
+    for step in range(7):
+        if step == 3:
+            # The last request leaves, and another takes its slot, just prefilled.
+            missed.forget_rows(rows[joined : joined + 1])
+            texts[joined] = [901]
+            tokens = window.tokens.clone()
+            tokens[joined] = torch.tensor([0] * (width - 1) + [901])
+            window = Window(tokens, torch.cat((window.counts[:-1], torch.tensor([1]))), state_of(tokens))
+        # Plain steps, and those that accept some of the texts' own tokens.
+        most = rng.choice((1, max_emitted))
+        counts = [rng.randint(1, most) for _ in texts]
+        emitted = torch.full((batch, most), 555)
+        for r, (text, count) in enumerate(zip(texts, counts, strict=True)):
+            new = [text[-1] + 1 + i for i in range(count)]
+            text += new
+            emitted[r, :count] = torch.tensor(new)
+        left, window = slide_window(window, Window(emitted, None if most == 1 else torch.tensor(counts), state_of(emitted)))
+        assert missed.has_room(most)
+        missed.push(rows, left)
+        longest = max(len(text) - min(width, len(text)) for text in texts)
+        assert missed.num_tokens == longest
+    assert missed.max_tokens >= longest
+    taken = missed.take(rows)
+    for r, text in enumerate(texts):
+        count, kept = int(taken.counts[r]), int(window.counts[r])
+        assert kept == min(width, len(text)) and count == len(text) - kept
+        together = taken.tokens[r, taken.tokens.shape[1] - count :].tolist() + window.tokens[r, width - kept :].tolist()
+        assert together == text
+        states = taken.hidden_states[r, taken.tokens.shape[1] - count :]
+        assert torch.equal(states, state_of(torch.tensor(text[:count], dtype=torch.int64)).view(count, 3))
+        assert torch.equal(window.hidden_states[r, width - kept :], state_of(torch.tensor(text[count:])))
+    assert taken.tokens.shape[1] == longest
+    assert missed.num_tokens == 0 and missed.max_tokens >= longest
+    assert missed.take(rows).tokens.shape[1] == 0
+
+
+def test_full_windows_lose_one_token_each_step():
+    """Standalone chains: every window is full, and no counts are kept."""
+    missed = make_missed()
+    rows, window = torch.tensor([3, 1]), Window(torch.tensor([[7, 8], [70, 80]]))
+    for token in (9, 10):
+        left, window = slide_window(window, Window(torch.tensor([[token], [10 * token]])))
+        missed.push(rows, left)
+    taken = missed.take(rows)
+    assert taken.tokens.tolist() == [[7, 8], [70, 80]]
+    assert taken.counts.tolist() == [2, 2]
+    assert window.tokens.tolist() == [[9, 10], [90, 100]]
+
+
+def test_what_has_not_come_in_yet_counts_as_the_most_it_can_be(monkeypatch):
+    """On CUDA the host learns some steps later how much was emitted."""
+
+    readings = []
+
+    def copy_late(*tensors):
+        readings.append(SimpleNamespace(tensors=tensors, is_ready=False))
+        return readings[-1]
+
+    monkeypatch.setattr(catch_up, "HostCopy", copy_late)
+    missed, rows = make_missed(max_emitted=4), torch.tensor([3, 1])
+    window = Window(torch.tensor([[7, 8], [70, 80]]))
+    bounds = []
+    for step, counts in enumerate(([1, 2], [4, 1], [1, 1])):
+        emitted = Window(torch.arange(8).view(2, 4), torch.tensor(counts))
+        left, window = slide_window(window, emitted)
+        missed.push(rows, left)
+        if step:
+            readings[step - 1].is_ready = True
+        bounds.append(missed.num_tokens)
+    # All that could have been; then what was after one step and after two, and a step.
+    assert bounds == [4, 2 + 4, 5 + 4]
+    assert missed.max_tokens == 5
+    taken = missed.take(rows)
+    assert taken.counts.tolist() == [6, 4] and taken.tokens.shape[1] == 9
+    assert taken.tokens[0, 3:5].tolist() == [7, 8] and taken.tokens[1, 5:7].tolist() == [70, 80]
+    assert missed.num_tokens == 0 and missed.max_tokens == 9
+
+
+def test_its_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(catch_up, "MEMORY_BYTES", 12 * 20 * (4 + 3 * 4))
+    missed = make_missed(has_states=True)
+    rows, left = torch.tensor([0]), Window(torch.tensor([[1]]), None, torch.zeros(1, 1, 3))
+    for _ in range(20):
+        assert missed.has_room(1)
+        missed.push(rows, left)
+    assert not missed.has_room(1)
+    # A few steps find room whatever they take.
+    monkeypatch.setattr(catch_up, "MEMORY_BYTES", 0)
+    assert make_missed(max_emitted=7).has_room(28)
+
+
+def test_who_has_just_been_prefilled_misses_nothing():
+    """After a plain period ended with its requests, the next step has nothing to catch up on."""
+    missed = make_missed()
+    rows = torch.tensor([2, 5])
+    missed.push(rows, Window(torch.tensor([[1], [2]])))
+    assert missed.num_tokens == 1
+    missed.forget_rows(rows[:1])
+    assert missed.num_tokens == 1
+    missed.forget_rows(rows[1:])
+    assert missed.num_tokens == 0

@@ -1,0 +1,111 @@
+"""What README, docs and the pages of the results say in figures is what the JSONs say."""
+
+import importlib.util
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.tools.bench.samples import make_sample, make_settings
+from tetris_sglang.tools.bench.arms import Arm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def pages():
+    spec = importlib.util.spec_from_file_location("render_results", ROOT / "scripts" / "render_results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pages_agree_with_the_jsons(pages):
+    for path, text in pages.render_all().items():
+        assert path.read_text() == text, f"{path} differs: run scripts/render_results.py"
+
+
+def test_every_block_is_on_some_page(pages):
+    text = "".join((ROOT / name).read_text() for name in pages.PAGES)
+    assert {found["name"] for found in pages._BLOCK.finditer(text)} == pages.BLOCKS.keys()
+    assert text.count("<!-- results: ") == text.count("<!-- end -->") == len(pages.BLOCKS)
+
+
+def test_every_file_of_the_results_is_linked_and_says_where_it_is_from(pages):
+    assert {path.name for path in pages.RESULTS.iterdir()} <= {"README.md", *pages.QUESTIONS}
+    for folder in pages.RESULTS.iterdir():
+        if not folder.is_dir():
+            continue
+        page = (folder / "README.md").read_text()
+        linked = set(re.findall(r"\]\((\S+?)\)", page))
+        assert {path.name for path in folder.iterdir()} - {"README.md"} <= linked
+        for path in folder.glob("*.json"):
+            provenance = json.loads(path.read_text())["provenance"]
+            assert {"commit", "date", "command", "cores"} <= provenance.keys()
+            assert provenance.get("gpu") or provenance.get("cpu")
+
+
+def test_links_of_the_docs_lead_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")):
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page}: {link}"
+
+
+def make_results(speeds, **where):
+    return {
+        "provenance": {"commit": "abc", "date": "today", "command": "bench", "cpu": "some", "cores": 2},
+        "settings": asdict(make_settings()),
+        "arms": {arm.name: asdict(arm) for arm in speeds},
+        "unavailable": {},
+        "samples": [make_sample(arm.name, tokens_per_s=speed, **where) for arm, speed in speeds.items()],
+    }
+
+
+@pytest.fixture
+def measured(pages, tmp_path, monkeypatch):
+    """Two comparisons of the default, one of which loses, as bench would have written them."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    folder = tmp_path / "real-text"
+    folder.mkdir()
+    head = {
+        Arm("none"): 10.0,
+        Arm("auto", num_steps=6, extension=6): 13.0,
+        Arm("sglang", 3): 12.0,
+        Arm("sglang", 1): 11.0,
+    }
+    (folder / "a.json").write_text(json.dumps(make_results(head, concurrency=4)))
+    ngram = {Arm("none"): 10.0, Arm("auto", num_steps=12, draft="ngram"): 9.7}
+    (folder / "b.json").write_text(json.dumps(make_results(ngram)))
+    return pages
+
+
+def test_the_overview_holds_the_default_against_the_best_of_the_others(measured):
+    lines = measured.overview("real-text")().splitlines()
+    assert lines[0] == "| draft | prompts | temperature | 1 in flight | 4 in flight |"
+    assert lines[2:] == [
+        "| eagle3 | sharegpt | 0 |  | 1.30 (1.20) |",
+        "| ngram | sharegpt | 0 | 0.97 loses |  |",
+    ]
+
+
+def test_a_cell_below_its_floor_is_named(measured):
+    text = measured.never_slower()
+    assert text.startswith("At least 0.98 of no speculation in 1 of 2 cells.")
+    assert "- ngram, sharegpt, temperature 0, concurrency 1: 0.97" in text
+    assert "0.97" in measured.render("<!-- results: never-slower -->\nold\n<!-- end -->\n")
+    page = measured.render_folder("real-text")
+    assert "](a.json)" in page and "**fails**: automatic capacity at least 0.98 of no speculation" in page
+    assert "[real-text](real-text/README.md)" in measured.render_index()
+
+
+def test_what_was_not_measured_is_said(pages, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    for name, block in pages.BLOCKS.items():
+        assert block() == pages.NOT_MEASURED, name
+
+
+def test_an_unknown_block_is_refused(pages):
+    with pytest.raises(KeyError, match="nothing"):
+        pages.render("<!-- results: nothing -->\n<!-- end -->\n")
