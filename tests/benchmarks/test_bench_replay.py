@@ -13,8 +13,8 @@ sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "scripts")]
 
 import bench_replay as bench
 from record_traces import RECORDINGS
-from test_replay import make_trace
 
+from tests.tools.test_replay import make_trace
 from tetris_sglang.tools.replay import RULES, study
 from tetris_sglang.trace import read_trace
 

@@ -17,7 +17,7 @@ if not portable_cpu.is_active():
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from tetris_sglang.portable_cpu import attention
+from tetris_sglang.portable_cpu import plans
 from tetris_sglang.portable_cpu.attention import TorchRaggedBackend, TorchRaggedMultiStepDraftBackend
 from tetris_sglang.portable_cpu.grouping import group_requests
 
@@ -34,7 +34,7 @@ def one_thread():
 def group_cost(request):
     """Requests of unlike lengths are padded apart, or all alike."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_group_cost", lambda model_runner: request.param)
+        patch.setattr(plans, "_group_cost", lambda model_runner: request.param)
         yield request.param
 
 
@@ -390,7 +390,7 @@ def test_groups_follow_lengths():
 )
 def test_other_kinds_of_attention_are_refused_by_name(change, reason):
     f = Fixture([1])
-    layer = attention.RadixAttention(2, 32, 1.0, 2, layer_id=0)
+    layer = plans.RadixAttention(2, 32, 1.0, 2, layer_id=0)
     for name, value in change.items():
         setattr(layer, name, value)
     f.runner.model.add_module("attn", layer)

@@ -1,8 +1,10 @@
-"""Which keys and values the requests of a pass read, and who may see what: `Plan`s, made once a pass and read by every layer."""
+"""Which keys and values the requests of a pass read, and who may see what: planned once a pass, read by every layer."""
 
+import math
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
 from tetris_sglang.portable_cpu.grouping import group_requests

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from bench_samples import OPTIONS, fake_prompts, make_prompts, make_settings
 
+from tests.tools.bench.samples import OPTIONS, fake_prompts, make_prompts, make_settings
 from tetris_sglang.tools.bench.arms import FAMILIES, Arm, group_arms, order_arms
 from tetris_sglang.tools.bench.measuring import bench_serving_arguments, run_bench_serving
 from tetris_sglang.tools.bench.settings import FULL, QUICK, build_settings

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from bench_samples import make_sample, make_settings
 from rich.console import Console
 
+from tests.tools.bench.samples import make_sample, make_settings
 from tetris_sglang.tools.bench import command, plots, report
 from tetris_sglang.tools.bench.workloads import Load
 from tetris_sglang.trace import open_for_writing, read_trace, row_type

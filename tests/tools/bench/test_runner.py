@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from bench_samples import fake_prompts, make_prompts, make_sample, make_settings
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.tools.bench.samples import fake_prompts, make_prompts, make_sample, make_settings
 from tetris_sglang.tools.bench import command, measuring, report, results, runner, servers, workloads
 from tetris_sglang.tools.bench import models as models_module
 from tetris_sglang.tools.bench.arms import group_arms
