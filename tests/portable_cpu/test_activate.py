@@ -20,14 +20,14 @@ def state():
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS
     from sglang.srt.layers import attention  # noqa: F401
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from tetris_sglang.portable_cpu.inventory import SEAMS
+    from tetris_sglang.portable_cpu.inventory import HOOKS
     kernel = sys.modules.get("sgl_kernel")
     return {
         "engine": os.environ.get("SGLANG_USE_CPU_ENGINE"),
         "spin": os.environ.get("GOMP_SPINCOUNT"),
         "uncompiled": os.environ.get("TORCH_COMPILE_DISABLE"),
         "names": (ATTENTION_BACKEND_CHOICES + DRAFT_ATTENTION_BACKEND_CHOICES).count("torch_ragged"),
-        "hooks": [seam.target for seam in SEAMS if seam.target in HookRegistry._hooks],
+        "hooks": [hook.target for hook in HOOKS if hook.target in HookRegistry._hooks],
         "defaults": [step for step in ("handle_cuda_graph_config", "handle_cpu_backends") if step in _HOOKS],
         "kernel": None if kernel is None else type(kernel).__name__,
     }

@@ -1,7 +1,6 @@
 """Every upstream symbol that the portable CPU platform hooks or relies on is there, unchanged."""
 
 import ast
-import dataclasses
 import importlib.metadata
 import importlib.util
 import inspect
@@ -15,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tetris_sglang import portable_cpu
+from tetris_sglang.contacts import Hook, Symbol, find_missing_symbols
 from tetris_sglang.portable_cpu import operators
-from tetris_sglang.portable_cpu.inventory import SEAMS
+from tetris_sglang.portable_cpu.inventory import HOOKS, SYMBOLS
 
 if not portable_cpu.is_active():
     pytest.skip("the portable CPU platform is inactive here", allow_module_level=True)
@@ -24,45 +24,41 @@ if not portable_cpu.is_active():
 RELEASE = f"SGLang {importlib.metadata.version('sglang')}"
 
 
-def names(symbol):
-    if inspect.isclass(symbol):
-        found = list(inspect.signature(symbol).parameters)
-        if dataclasses.is_dataclass(symbol):
-            found += [field.name for field in dataclasses.fields(symbol)]
-        return found + dir(symbol)
-    return list(inspect.signature(inspect.unwrap(symbol)).parameters)
-
-
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.target)
-def test_seam_is_there(seam):
+def resolve(contact: Hook):
     try:
-        symbol = pkgutil.resolve_name(seam.target)
+        return pkgutil.resolve_name(contact.target)
     except (ImportError, AttributeError) as error:
-        pytest.fail(f"{RELEASE} no longer has {seam.target}, needed because: {seam.why} ({error})")
-    if seam.kind == "fill":
-        assert symbol is None or symbol is pkgutil.resolve_name(seam.hook), (
-            f"{RELEASE} has its own {seam.target} on a CPU now: drop ours"
+        pytest.fail(f"{RELEASE} no longer has {contact.target}, needed because: {contact.purpose} ({error})")
+
+
+@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.name)
+def test_symbol(symbol: Symbol):
+    assert not find_missing_symbols([symbol]), f"{RELEASE} lacks what the CPU platform relies on for: {symbol.purpose}"
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
+def test_target_has_the_parameters_relied_on(hook: Hook):
+    target = resolve(hook)
+    if hook.kind == "FILL":
+        assert target is None or target is pkgutil.resolve_name(hook.hook), (
+            f"{RELEASE} has its own {hook.target} on a CPU now: drop ours"
         )
-        symbol = pkgutil.resolve_name(seam.like)
-    found = names(symbol)
-    if seam.hook:
-        assert tuple(found) == seam.parameters, f"{RELEASE} changed the parameters of {seam.target}: {found}"
-    else:
-        missing = [name for name in seam.parameters if name not in found]
-        assert not missing, f"{RELEASE} dropped {missing} from {seam.target}"
+        target = pkgutil.resolve_name(hook.like)
+    found = tuple(inspect.signature(inspect.unwrap(target)).parameters)
+    assert found == hook.parameters, f"{RELEASE} changed the parameters of {hook.target}: {found}"
 
 
-@pytest.mark.parametrize("seam", [seam for seam in SEAMS if seam.hook], ids=lambda seam: seam.target)
-def test_hook_takes_what_it_replaces(seam):
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
+def test_hook_takes_what_it_replaces(hook: Hook):
     """Called with upstream's parameter names, ours binds."""
-    signature = inspect.signature(pkgutil.resolve_name(seam.hook))
-    if seam.kind == "around":
-        if seam.parameters[0] == "self":
-            signature.bind("original", *seam.parameters)
+    signature = inspect.signature(pkgutil.resolve_name(hook.hook))
+    if hook.kind == "AROUND":
+        if hook.parameters[0] == "self":
+            signature.bind("original", *hook.parameters)
         else:
-            signature.bind("original", **dict.fromkeys(seam.parameters))
+            signature.bind("original", **dict.fromkeys(hook.parameters))
     else:
-        assert list(signature.parameters) == list(seam.parameters)
+        assert list(signature.parameters) == list(hook.parameters)
 
 
 def wheel_functions():
@@ -105,7 +101,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.speculative import eagle_utils
 from tetris_sglang import portable_cpu
-from tetris_sglang.portable_cpu.inventory import SEAMS
+from tetris_sglang.portable_cpu.inventory import HOOKS
 
 def complaint():
     try:
@@ -116,17 +112,17 @@ def complaint():
 results = {"before": complaint()}
 load_plugins()
 results["after"] = complaint()
-for seam in SEAMS:
-    if seam.kind == "fill":
-        name = seam.target.rpartition(".")[2]
+for hook in HOOKS:
+    if hook.kind == "FILL":
+        name = hook.target.rpartition(".")[2]
         kept = getattr(eagle_utils, name)
         setattr(eagle_utils, name, None)
-        results[seam.target] = complaint()
+        results[hook.target] = complaint()
         setattr(eagle_utils, name, kept)
-    elif seam.hook:
-        HookRegistry._patched.remove(seam.target)
-        results[seam.target] = complaint()
-        HookRegistry._patched.add(seam.target)
+    else:
+        HookRegistry._patched.remove(hook.target)
+        results[hook.target] = complaint()
+        HookRegistry._patched.add(hook.target)
 del ATTENTION_BACKENDS["torch_ragged"]
 results["attention backend torch_ragged"] = complaint()
 print(json.dumps(results))
@@ -147,5 +143,5 @@ def test_a_hook_that_does_not_land_is_named():
     assert results.pop("after") is None
     for target, complaint in results.items():
         assert complaint is not None and target in complaint
-        others = [seam.target for seam in SEAMS if seam.hook and seam.target != target]
+        others = [hook.target for hook in HOOKS if hook.target != target]
         assert not [other for other in others if other in complaint]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tetris_sglang import contacts
 from tetris_sglang.tools import check as check_module
 from tetris_sglang.tools.check import Finding, find, print_json, print_table
 from tetris_sglang.tools.cli import app
@@ -229,8 +230,8 @@ def test_everything_is_found_here(plugins):
     assert details["arguments"] == "accepted: 6 tokens drafted per request, as many verified as pay"
     assert details["draft"] == "standalone, chains"
     assert "cores" in details["device"] and "portable CPU platform" in details["device"]
-    for seam in ("add_cli_args", "_validate_one_request", "_add_speculative", "_verify_uses_greedy"):
-        assert seam in details
+    for target in ("add_cli_args", "_validate_one_request", "_add_speculative", "_verify_uses_greedy"):
+        assert target in details
 
 
 def test_a_draft_without_a_model_is_said(plugins, environment):
@@ -299,15 +300,14 @@ def test_a_device_that_cannot_serve_is_named_with_the_way_out(plugins, monkeypat
 
 
 def test_a_missing_symbol_is_a_problem(plugins, monkeypatch):
-    from tetris_sglang.runtime import inventory
-
-    monkeypatch.setattr(inventory, "find_missing_symbols", lambda: ["sglang.srt.Gone (why)"])
+    monkeypatch.setattr(contacts, "find_missing_symbols", lambda symbols: ["sglang.srt.Gone (why)"])
     detail = problems(find())["symbol"]
     assert "sglang.srt.Gone (why)" in detail and "Install a supported release: 0.5.23" in detail
 
 
-def test_a_missing_seam_is_a_problem():
-    finding = check_module._check_seam("sglang.srt.server_args.ServerArgs.gone", "flags")
+def test_a_missing_target_of_a_hook_is_a_problem():
+    hook = contacts.Hook("sglang.srt.server_args.ServerArgs.gone", "ours", "AFTER", "flags", "ever")
+    finding = check_module._check_hook(hook)
     assert finding.status == "problem" and finding.subject == "gone" and "for: flags" in finding.detail
 
 

@@ -1,15 +1,17 @@
-"""Applies `inventory.SEAMS` to SGLang, once per process."""
+"""Applies `inventory.HOOKS` to SGLang, once per process."""
 
 import logging
 import pkgutil
 import sys
 
 from tetris_sglang.portable_cpu.defaults import ATTENTION_BACKEND, RESOLUTION_STEPS
-from tetris_sglang.portable_cpu.inventory import SEAMS, Seam
+from tetris_sglang.contacts import Hook
+from tetris_sglang.portable_cpu.inventory import HOOKS
 
 logger = logging.getLogger(__name__)
 
-_registered: list[Seam] = []
+_done: set[str] = set()
+"""What `register` has done in this process."""
 
 
 def in_scheduler_process() -> bool:
@@ -19,14 +21,15 @@ def in_scheduler_process() -> bool:
 
 def register() -> None:
     """Register names and defaults in every process, and what runs the model in a scheduler's. Idempotent."""
-    if not any(seam.scope == "server" for seam in _registered):
-        _register_scope("server")
+    if "names" not in _done:
+        _done.add("names")
         _add_backend_names()
         from tetris_sglang.portable_cpu import defaults
 
         defaults.register()
-    if in_scheduler_process() and not any(seam.scope == "scheduler" for seam in _registered):
-        _register_scope("scheduler")
+    if in_scheduler_process() and "hooks" not in _done:
+        _done.add("hooks")
+        _register_hooks()
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         @register_attention_backend(ATTENTION_BACKEND)
@@ -41,12 +44,12 @@ def register() -> None:
 
 
 def verify_landed() -> None:
-    """Raise RuntimeError naming each seam that is not in effect in this process."""
-    missing = [seam for seam in SEAMS if seam.hook and not _landed(seam)]
+    """Raise RuntimeError naming each hook that is not in effect in this process."""
+    missing = [hook for hook in HOOKS if not _landed(hook)]
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    names = [f"{seam.target} ({seam.why})" for seam in missing]
+    names = [f"{hook.target} ({hook.purpose})" for hook in missing]
     if ATTENTION_BACKEND not in ATTENTION_BACKENDS:
         names.append(f"attention backend {ATTENTION_BACKEND}")
     names += [f"resolution step {step}" for step in RESOLUTION_STEPS if not _HOOKS.get(step)]
@@ -58,26 +61,23 @@ def verify_landed() -> None:
         )
 
 
-def _landed(seam: Seam) -> bool:
+def _landed(hook: Hook) -> bool:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    if seam.kind == "fill":
-        return pkgutil.resolve_name(seam.target) is pkgutil.resolve_name(seam.hook)
-    return seam.target in HookRegistry._patched
+    if hook.kind == "FILL":
+        return pkgutil.resolve_name(hook.target) is pkgutil.resolve_name(hook.hook)
+    return hook.target in HookRegistry._patched
 
 
-def _register_scope(scope: str) -> None:
+def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for seam in SEAMS:
-        if seam.scope != scope:
-            continue
-        if seam.kind == "fill":
-            owner, _, name = seam.target.rpartition(".")
-            setattr(pkgutil.resolve_name(owner), name, pkgutil.resolve_name(seam.hook))
-        elif seam.hook:
-            HookRegistry.register(seam.target, pkgutil.resolve_name(seam.hook), HookType(seam.kind))
-        _registered.append(seam)
+    for hook in HOOKS:
+        if hook.kind == "FILL":
+            owner, _, name = hook.target.rpartition(".")
+            setattr(pkgutil.resolve_name(owner), name, pkgutil.resolve_name(hook.hook))
+        else:
+            HookRegistry.register(hook.target, pkgutil.resolve_name(hook.hook), HookType[hook.kind])
 
 
 def _add_backend_names() -> None:

@@ -1,7 +1,8 @@
 """Every contact with SGLang 0.5.23: the hooks that TETRIS registers, and the proof that they landed.
 
 `HOOKS` is what the plugin changes in SGLang; `SYMBOLS` is what it relies on without changing it. The contract tests
-check both against the installed release. The CPU platform keeps its own list (portable_cpu/inventory.py).
+check both against the installed release. The CPU platform and the GPU path keep lists of their own
+(portable_cpu/inventory.py, runtime/cuda/inventory.py), of the same records.
 """
 
 from __future__ import annotations
@@ -12,21 +13,10 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any, NamedTuple
 
 import torch
 
-
-class Hook(NamedTuple):
-    target: str
-    """Dotted name of the upstream function."""
-    hook: str
-    """Dotted name of ours."""
-    kind: str
-    """SGLang's HookType, by name."""
-    purpose: str
-    until: str
-    """What upstream would have to offer for the hook to go."""
+from tetris_sglang.contacts import Hook, Symbol
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -73,14 +63,6 @@ HOOKS: tuple[Hook, ...] = (
         "a spec input made by the registered algorithm",
     ),
 )
-
-
-class Symbol(NamedTuple):
-    name: str
-    """Dotted name upstream."""
-    members: tuple[str, ...]
-    """Parameters of a function, or attributes and constructor arguments of a class."""
-    purpose: str
 
 
 _SRT = "sglang.srt."
@@ -597,32 +579,3 @@ def verify_landed() -> None:
     # The CPU platform's own hooks are nearly all the scheduler's.
     if portable_cpu.is_active() and any(hook.target.startswith(_SCHEDULER) for hook in _needed):
         portable_cpu.verify_landed()
-
-
-def find_missing_symbols(symbols: Iterable[Symbol] = SYMBOLS) -> list[str]:
-    """What the installed SGLang lacks of `symbols`, each with what it is for."""
-    missing = []
-    for name, members, purpose in symbols:
-        try:
-            symbol = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError):
-            missing.append(f"{name} ({purpose})")
-            continue
-        offered = _members(symbol)
-        if not offered.issuperset(members) and inspect.isclass(symbol):
-            offered |= _used_of_self(symbol)
-        missing += [f"{name}: {member} ({purpose})" for member in members if member not in offered]
-    return missing
-
-
-def _members(symbol: Any) -> set[str]:
-    """Parameters of a function; attributes and fields of a class."""
-    if not inspect.isclass(symbol):
-        return set(inspect.signature(symbol).parameters)
-    return {name for base in symbol.__mro__[:-1] for name in (*vars(base), *inspect.get_annotations(base))}
-
-
-def _used_of_self(class_: type) -> set[str]:
-    """What the methods of a class read and write of self."""
-    ours = [base for base in class_.__mro__ if base.__module__.startswith("sglang.")]
-    return {name for base in ours for name in re.findall(r"\bself\.(\w+)", inspect.getsource(base))}

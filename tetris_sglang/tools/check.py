@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tetris_sglang import __version__
+from tetris_sglang import __version__, contacts
 from tetris_sglang.compat import SUPPORTED_SGLANG, check_sglang_version
+from tetris_sglang.contacts import Hook
 from tetris_sglang.config import DEFAULT_NUM_STEPS, TetrisConfig, find_settings
 
 ENTRY_POINT_GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
@@ -182,18 +183,20 @@ def _check_sglang(server_arguments: list[str]) -> Iterator[Finding]:
     arguments = list(_check_arguments(server_arguments))
     yield _check_device()
     for hook in inventory.HOOKS:
-        yield _check_seam(hook.target, hook.purpose)
+        yield _check_hook(hook)
+    symbols = inventory.SYMBOLS
     if portable_cpu.is_active():
-        from tetris_sglang.portable_cpu.inventory import SEAMS
+        from tetris_sglang.portable_cpu import inventory as cpu_inventory
 
-        for seam in SEAMS:
-            yield _check_seam(seam.target, seam.why)
+        for hook in cpu_inventory.HOOKS:
+            yield _check_hook(hook)
+        symbols += cpu_inventory.SYMBOLS
         yield from _check_overlap_variable()
-    missing = inventory.find_missing_symbols()
+    missing = contacts.find_missing_symbols(symbols)
     for name in missing:
         yield Finding("problem", "symbol", f"{name} is missing in this SGLang. {_SUPPORTED_RELEASE}")
     if not missing:
-        yield Finding("ok", "symbols", f"all {len(inventory.SYMBOLS)} upstream symbols that TETRIS relies on are there")
+        yield Finding("ok", "symbols", f"all {len(symbols)} upstream symbols that TETRIS relies on are there")
     yield from arguments
 
 
@@ -224,13 +227,13 @@ def _check_overlap_variable() -> Iterator[Finding]:
         yield Finding("problem", OVERLAP_VARIABLE, str(error))
 
 
-def _check_seam(target: str, purpose: str) -> Finding:
-    subject = target.rpartition(".")[2]
+def _check_hook(hook: Hook) -> Finding:
+    subject = hook.target.rpartition(".")[2]
     try:
-        pkgutil.resolve_name(target)
+        pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:
-        return Finding("problem", subject, f"{error} (for: {purpose}). {_SUPPORTED_RELEASE}")
-    return Finding("ok", subject, purpose)
+        return Finding("problem", subject, f"{error} (for: {hook.purpose}). {_SUPPORTED_RELEASE}")
+    return Finding("ok", subject, hook.purpose)
 
 
 def _check_arguments(server_arguments: list[str]) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 Its hook is in `runtime.inventory.HOOKS`. FlashInfer's plan, which kernels/attention_plan.py writes, is `PlanLayout` there.
 """
 
-from tetris_sglang.runtime.inventory import Symbol
+from tetris_sglang.contacts import Symbol
 
 _SRT = "sglang.srt."
 _RUNNER = _SRT + "model_executor.runner.decode_cuda_graph_runner."
