@@ -1,217 +1,167 @@
 """The CUDA path of real servers on a machine without a GPU: `make gpu-dry-run`.
 
-A no-op CUDA (noop_cuda/) looks like one H100: memory and copies work, kernels do nothing, captured graphs are empty. torch's
-own operators are computed on the host (noop_cuda/noop_plugin.py), so lengths, indices and plans are real ones.
+A CUDA that computes on the host (host_cuda/) looks like one H100. Servers take the path that they take on a GPU: SGLang's graph
+runners, FlashInfer's plans, Triton's kernels, captured graphs that are replayed. What they write is held against the target in
+float32.
 
-Shown: imports, start-up, memory planning, shapes, FlashInfer's plans on the host, CUDA graph capture for every size, replay,
-compilation for sm_90a by the real nvcc and Triton, decoding without a crash, shutdown.
-Not shown: what FlashInfer's, sgl_kernel's and Triton's kernels compute (so neither text nor acceptance means anything),
-torch.compile, streams that run side by side, speed, memory that graphs take.
-
-Needs g++ and, for what FlashInfer and SGLang compile, nvcc and ninja; the first run compiles for minutes.
+Not shown: what the real kernels compute and round on a device, streams that run side by side, memory that graphs take, speed.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
+import requests
 import typer
 from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-HERE = REPOSITORY / "scripts" / "gpu"
-NOOP = HERE / "noop_cuda"
-sys.path[:0] = [str(REPOSITORY), str(HERE), str(NOOP)]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "gpu")]
 
-from noop_plugin import BAD_INDEX
-from precompile import jit_environment
+from host_cuda.environment import build, environment
+from proof import MAX_REGRET, Reference
 
-from tetris_sglang.tools.load import generate
+from tetris_sglang.tools.load import DraftCounts, count_drafts
 from tetris_sglang.tools.server_process import ServerFailed, ServerProcess
 
 PAIR = REPOSITORY / "tests" / "pair"
 BUILD = REPOSITORY / "build"
-BATCH_SIZES = (1, 2, 4, 8)
+BATCH_SIZES = (1, 2, 4)
 NUM_STEPS = 4
-START_TIMEOUT_S = 1800.0  # nvcc on few cores
+NUM_PROMPTS, NUM_TOKENS = 12, 16
+LOADS = (1, 3, 8)
+"""8 is beyond the captured sizes."""
+START_TIMEOUT_S, REQUEST_TIMEOUT_S = 900.0, 900.0
+MIN_P = 1e-3
 
 COMMON = [
     *("--model-path", str(PAIR / "target"), "--dtype", "bfloat16", "--device", "cuda"),
     *("--attention-backend", "flashinfer", "--sampling-backend", "flashinfer"),
-    *("--max-running-requests", str(max(BATCH_SIZES)), "--max-total-tokens", "8192"),
+    *("--max-running-requests", "8", "--max-total-tokens", "4096"),
     *("--cuda-graph-bs-decode", *map(str, BATCH_SIZES), "--disable-prefill-cuda-graph"),
-    *("--mem-fraction-static", "0.5", "--sleep-on-idle", "--random-seed", "7"),
-    *("--watchdog-timeout", "3600"),  # the first prefill compiles for minutes
+    *("--mem-fraction-static", "0.5", "--sleep-on-idle", "--random-seed", "7", "--watchdog-timeout", "3600"),
 ]
-DRAFT = [
-    *("--speculative-draft-model-path", str(PAIR / "draft")),
-    *("--speculative-num-steps", str(NUM_STEPS)),
-]
+TETRIS = [*COMMON, "--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(NUM_STEPS)]
+STANDALONE = ["--speculative-draft-model-path", str(PAIR / "draft")]
+FIXED = ["--speculative-tetris-capacity-per-request", "2"]
 ARMS = {
     "none": COMMON,
-    "standalone": [
-        *COMMON, *DRAFT, "--speculative-algorithm", "STANDALONE",
-        "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(NUM_STEPS + 1),
-    ],
-    "tetris": [
-        *COMMON, *DRAFT, "--speculative-algorithm", "TETRIS", "--speculative-tetris-capacity-per-request", "2",
-        "--speculative-tetris-phase-times", "true",
-    ],
-    "auto": [*COMMON, *DRAFT, "--speculative-algorithm", "TETRIS"],
-    "tree": [
-        *COMMON, *DRAFT, "--speculative-algorithm", "TETRIS", "--speculative-tetris-capacity-per-request", "3",
-        "--speculative-eagle-topk", "2",
-    ],
+    "fixed": [*TETRIS, *STANDALONE, *FIXED],
+    "host plan": [*TETRIS, *STANDALONE, *FIXED, "--speculative-tetris-verify-plan", "host"],
+    "eager": [*TETRIS, *STANDALONE, *FIXED, "--speculative-tetris-verify-plan", "eager"],
+    "auto": [*TETRIS, *STANDALONE],
+    "tree": [*TETRIS, *STANDALONE, "--speculative-tetris-capacity-per-request", "3", "--speculative-eagle-topk", "2"],
     "eagle3": [
-        *COMMON, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-num-steps", str(NUM_STEPS),
-        "--speculative-algorithm", "TETRIS", "--speculative-tetris-capacity-per-request", "3",
+        *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-tetris-capacity-per-request", "3",
         "--speculative-eagle-topk", "2",
     ],
-    "ngram": [
-        *COMMON, "--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(NUM_STEPS),
-        "--speculative-tetris-capacity-per-request", "2",
-    ],
+    "ngram": [*TETRIS, *FIXED],
 }  # fmt: skip
 
 
-def build_noop_cuda(out: Path) -> None:
-    """Compile the no-op libraries when their sources changed, and describe the plugin to SGLang."""
-    sources = [NOOP / name for name in ("build.sh", "runtime.cpp", "driver.cpp", "cublas.cpp")]
-    built = out / "libcublasLt.so.13"
-    if not built.exists() or any(source.stat().st_mtime > built.stat().st_mtime for source in sources):
-        site_packages = Path(next(iter(find_spec("nvidia").submodule_search_locations))).parent
-        subprocess.run([NOOP / "build.sh", site_packages, out], check=True)
-    described = out / "noop_cuda-0.dist-info"
-    described.mkdir(parents=True, exist_ok=True)
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: noop-cuda\nVersion: 0\n")
-    (described / "entry_points.txt").write_text("[sglang.srt.plugins]\nnoop = noop_plugin:load\n")
+class Answer(NamedTuple):
+    output_ids: list[int]
+    meta_info: dict
 
 
-def noop_environment(folder: Path, jit: Path) -> dict[str, str]:
-    """Variables under which a process sees the no-op GPU."""
-    libraries = ("libcuda.so.1", "libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13")
+def ask(url: str, prompts: list[str], concurrency: int, temperature: float) -> list[Answer]:
+    def complete(prompt: str) -> Answer:
+        sampling = {"temperature": temperature, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        answer = requests.post(f"{url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=REQUEST_TIMEOUT_S)
+        answer.raise_for_status()
+        return Answer(answer.json()["output_ids"], answer.json()["meta_info"])
 
-    def first(name: str, *paths: Path) -> str:
-        return os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get(name)])])
-
-    return {
-        **jit_environment(jit),
-        "LD_PRELOAD": " ".join(str(folder / library) for library in libraries),
-        "LD_LIBRARY_PATH": first("LD_LIBRARY_PATH", folder),
-        "LIBRARY_PATH": first("LIBRARY_PATH", folder),
-        "TRITON_LIBCUDA_PATH": str(folder),
-        "PYTHONPATH": first("PYTHONPATH", folder, NOOP),
-        "NOOP_CUDA": "1",
-        # CuTe DSL kernels look deeper into the driver than a no-op goes; a bundle has none either.
-        "FLASHINFER_USE_CUDA_NORM": "1",
-        # As on the host (install_bundle.sh): FlashInfer's other prefill kernels would be compiled for minutes.
-        "SGLANG_FLASHINFER_USE_PAGED": "1",
-        # Compiled functions would do nothing, too.
-        "TORCH_COMPILE_DISABLE": "1",
-    }
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(complete, prompts))
 
 
-def run_arm(name: str, folder: Path, environment: Mapping[str, str]) -> dict[str, object]:
-    """Start a server, let it decode batches of every captured size and between, stop it; what was seen."""
-    prompts = [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()[:16]]
-    log = folder / f"{name}.log"
-    server = ServerProcess(ARMS[name], log, environment=environment, start_timeout_s=START_TIMEOUT_S)
-    seen: dict[str, object] = {"arm": name, "error": None}
-    started_at = time.monotonic()
+def run_arm(name: str, folder: Path, reference: Reference, prompts: list[str]) -> dict:
+    """Start a server, let it answer at every load, greedily and drawn, and judge what it wrote."""
+    log, started_at = folder / f"{name.replace(' ', '-')}.log", time.monotonic()
+    variables = environment(BUILD / "host-cuda") | {"HOST_CUDA_LEDGER": str(folder / "ledger" / name.replace(" ", "-"))}
+    row: dict = {"arm": name, "error": None, "runs": []}
     try:
-        with server:
-            seen["start_s"] = round(server.start_seconds, 1)
-            # Without top-k, top-p and min-p: what FlashInfer's sampler draws is used as an index, and is nothing here.
-            for temperature, concurrency in itertools.product((0, 1), (1, 3, 8)):
-                generate(server.url, prompts, concurrency=concurrency, max_new_tokens=12, temperature=temperature)
-            seen["decoded"] = True
-    except (ServerFailed, OSError) as error:
-        seen["error"] = last_error(str(error)) or last_error(log.read_text(errors="replace")) or str(error)
+        with ServerProcess(ARMS[name], log, environment=variables, start_timeout_s=START_TIMEOUT_S) as server:
+            row["start_s"] = round(server.start_seconds, 1)
+            for load, temperature in [*((load, 0.0) for load in LOADS), (LOADS[1], 1.0)]:
+                requests.post(f"{server.url}/flush_cache", timeout=REQUEST_TIMEOUT_S).raise_for_status()
+                answers = ask(server.url, prompts, load, temperature)
+                row["runs"].append(judge(answers, prompts, reference, load, temperature))
+    except (ServerFailed, OSError, requests.RequestException) as error:
+        row["error"] = f"{type(error).__name__}: {str(error)[-300:]} (see {log})"
     text = log.read_text(errors="replace")
-    seen["graphs"] = re.findall(r"Capture ([\w ]+?) CUDA graph end", text)
-    seen["tracebacks"] = text.count("Traceback (most recent call last)")
-    # STANDALONE's own kernels choose its drafts, and do nothing here.
-    seen["bad_indices"] = 0 if name == "standalone" else text.count(BAD_INDEX)
-    if seen["bad_indices"]:
-        seen["error"] = seen["error"] or f"{seen['bad_indices']} times {BAD_INDEX} (see the log)"
-    seen["seconds"] = round(time.monotonic() - started_at, 1)
-    return seen
+    row["tracebacks"] = text.count("Traceback (most recent call last)")
+    row["not computed"] = text.count("host CUDA: nobody computes")
+    row["seconds"] = round(time.monotonic() - started_at, 1)
+    return row
 
 
-def last_error(text: str) -> str | None:
-    """The last line of a log that names an exception."""
-    found = re.findall(r"^(?:.*\s)?((?:\w+\.)*\w*(?:Error|Exception)\b: .*)$", text, re.MULTILINE)
-    return found[-1] if found else None
+def judge(answers: list[Answer], prompts: list[str], reference: Reference, load: int, temperature: float) -> dict:
+    outputs = [answer.output_ids for answer in answers]
+    drafts: DraftCounts = count_drafts(answer.meta_info for answer in answers)
+    run = {"load": load, "temperature": temperature, "selected": drafts.selected, "accepted": drafts.accepted}
+    if temperature:
+        p = reference.judge_draws(prompts, outputs)
+        return run | {"p": p, "holds": p > MIN_P}
+    greedy = reference.judge_greedy(prompts, outputs)
+    return run | greedy._asdict() | {"holds": greedy.regret <= MAX_REGRET["bfloat16"]}
 
 
-def run_check(folder: Path, environment: Mapping[str, str]) -> dict[str, object]:
-    """The stages of check.py that need no server. Wrong values are expected of them here, exceptions are not."""
-    out = folder / "check"
-    shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, str(HERE / "check.py"), "--stages", "a,c", "--out", str(out)]
-    started_at = time.monotonic()
-    with (folder / "check.log").open("w") as log:
-        subprocess.run(command, check=False, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT)
-    stages = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
-    crashed = [
-        f"{name}: {error}"
-        for name, stage in stages.items()
-        for error in [*stage.get("exceptions", []), *filter(None, [stage.get("error")])]
-    ]
-    return {
-        "arm": "check",
-        "error": "; ".join(crashed) or (None if stages else "no stage ran: see check.log"),
-        "decoded": None,
-        "graphs": [],
-        "tracebacks": 0,
-        "seconds": round(time.monotonic() - started_at, 1),
-    }
+def is_fine(row: dict) -> bool:
+    return not (row["error"] or row["tracebacks"] or row["not computed"]) and all(run["holds"] for run in row["runs"])
+
+
+def draw_table(rows: list[dict]) -> Table:
+    table = Table(title="On a CUDA that computes on the host", title_justify="left", box=None, pad_edge=False)
+    for column in ("arm", "up after", "own tokens", "worst regret", "drawn: p", "accepted of selected", "verdict"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        greedy = [run for run in row["runs"] if not run["temperature"]]
+        drawn = [run for run in row["runs"] if run["temperature"]]
+        table.add_row(
+            row["arm"],
+            f"{row['start_s']} s" if "start_s" in row else "",
+            f"{sum(run['num_best'] for run in greedy)} of {sum(run['num_tokens'] for run in greedy)}",
+            f"{max((run['regret'] for run in greedy), default=float('nan')):.3f}",
+            ", ".join(f"{run['p']:.3f}" for run in drawn),
+            f"{sum(run['accepted'] for run in row['runs'])} of {sum(run['selected'] for run in row['runs'])}",
+            "holds" if is_fine(row) else row["error"] or f"fails: {row['tracebacks']} tracebacks, {row['not computed']} not computed",
+        )
+    return table
 
 
 def main(
-    arms: Annotated[str, typer.Option(help=f"Of {', '.join(ARMS)} and check (its stages a and c).")] = ",".join(
-        [*ARMS, "check"]
-    ),
-    out: Annotated[Path, typer.Option(help="Logs and a summary.")] = BUILD / "gpu-dry-run",
-    jit: Annotated[Path, typer.Option(help="What FlashInfer and SGLang compile.")] = BUILD / "gpu-jit",
+    arms: Annotated[str, typer.Option(help=f"Of {', '.join(ARMS)}.")] = ",".join(ARMS),
+    out: Annotated[Path, typer.Option(help="Logs, ledgers and a summary.")] = BUILD / "gpu-dry-run",
+    resume: Annotated[bool, typer.Option(help="Keep the arms that hold.")] = False,
 ) -> None:
     """Run the CUDA path of real servers on a machine without a GPU."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves `with` blocks, and so ends the server
     console = Console(width=None if sys.stdout.isatty() else 160)
     chosen = arms.split(",")
-    if unknown := set(chosen) - {*ARMS, "check"}:
+    if unknown := set(chosen) - ARMS.keys():
         raise typer.BadParameter(f"no such arm: {', '.join(sorted(unknown))}", param_hint="--arms")
     out.mkdir(parents=True, exist_ok=True)
-    build_noop_cuda(BUILD / "noop-cuda")
-    environment = noop_environment(BUILD / "noop-cuda", jit.resolve())
-    seen = []
+    build(BUILD / "host-cuda")
+    summary = out / "summary.json"
+    kept = {row["arm"]: row for row in json.loads(summary.read_text()) if is_fine(row)} if resume and summary.exists() else {}
+    reference = Reference(PAIR / "target")
+    prompts = [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]]
+    rows = []
     for name in chosen:
-        console.print(f"{name}: {out / f'{name}.log'}", highlight=False, soft_wrap=True)
-        seen.append(run_check(out, environment) if name == "check" else run_arm(name, out, environment))
-        (out / "summary.json").write_text(json.dumps(seen, indent=1) + "\n")
-    table = Table(title="On the no-op CUDA", title_justify="left", box=None, pad_edge=False)
-    for column in ("arm", "came up", "graphs captured", "decoded", "tracebacks", "error"):
-        table.add_column(column, overflow="fold")
-    for row in seen:
-        came_up = f"{row['start_s']} s" if "start_s" in row else ""
-        decoded = "yes" if row.get("decoded") else ""
-        table.add_row(row["arm"], came_up, ", ".join(row["graphs"]), decoded, str(row["tracebacks"]), row["error"] or "")
-    console.print(table)
-    console.print("Kernels did nothing here: text, acceptance and speed mean nothing (see docs/gpu.md).")
-    raise typer.Exit(any(row["error"] or row["tracebacks"] for row in seen))
+        if name not in kept:
+            console.print(f"{name}: {out / name.replace(' ', '-')}.log", highlight=False, soft_wrap=True)
+        rows.append(kept.get(name) or run_arm(name, out, reference, prompts))
+        summary.write_text(json.dumps(rows, indent=1) + "\n")
+    console.print(draw_table(rows))
+    raise typer.Exit(not all(map(is_fine, rows)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-// No-op libcudart, looking like one H100: device memory is host memory, copies are memmove, kernels do nothing. Captured graphs
-// are empty. For dry runs only.
+// libcudart of one H100 that is not there: device memory is host memory, copies are memmove. Kernels are computed in Python
+// (operators.py, triton_kernels.py, modules.py), so whatever is launched here is told to a listener: nobody computes it.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -10,6 +10,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string>
+#include <unordered_map>
 #include <utility>
 
 namespace {
@@ -24,6 +26,16 @@ size_t device_bytes = 0;
 std::atomic<size_t> next_handle{0x7000};
 std::atomic<bool> capturing{false};
 const cudaGraph_t kGraph = (cudaGraph_t)0x6660;
+
+// Leaked: destructors of other libraries still launch at exit.
+std::map<std::string, long> &counts = *new std::map<std::string, long>;
+std::unordered_map<const void *, const char *> &kernel_names = *new std::unordered_map<const void *, const char *>;
+void (*listener)(const char *what) = nullptr;
+
+void count(const std::string &what) {
+  std::lock_guard<std::mutex> lock(mutex);
+  ++counts[what];
+}
 
 // Pages are not backed before they are written, so a pool of any size costs nothing.
 cudaError_t allocate(void **pointer, size_t bytes, int kind) {
@@ -68,7 +80,27 @@ thread_local int configuration_count = 0;
 }  // namespace
 
 extern "C" {
-// For driver.cpp: the runtime's and the driver's device attributes share their numbers.
+// -- for Python
+void host_cuda_listen(void (*function)(const char *what)) { listener = function; }
+// Writes "name\tcount\n" for all that was counted; the bytes that all of it takes, nothing being written if there are fewer.
+size_t host_cuda_counts(char *out, size_t size) {
+  std::lock_guard<std::mutex> lock(mutex);
+  std::string text;
+  for (auto &[name, number] : counts)
+    text += name + "\t" + std::to_string(number) + "\n";
+  if (text.size() < size)
+    memcpy(out, text.c_str(), text.size() + 1);
+  return text.size();
+}
+
+// -- for driver.cpp and cublas.cpp, too
+int host_cuda_refuse(const char *what) {
+  count(std::string("not computed: ") + what);
+  if (listener)
+    listener(what);
+  return 0;
+}
+// The runtime's and the driver's device attributes share their numbers.
 int noop_attribute(int attribute) {
   switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock: return 1024;
@@ -121,14 +153,21 @@ cudaError_t cudaFree(void *pointer) { return release(pointer); }
 cudaError_t cudaFreeAsync(void *pointer, cudaStream_t) { return release(pointer); }
 cudaError_t cudaFreeHost(void *pointer) { return release(pointer); }
 cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned) { *device = host; return cudaSuccess; }
-cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) { memmove(to, from, bytes); return cudaSuccess; }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+static cudaError_t copy(const char *call, void *to, const void *from, size_t bytes) {
+  static const char *const kinds[] = {"pageable", "pinned", "device"};
+  std::string what = std::string(call) + " " + kinds[noop_memory_kind(from)] + " to " + kinds[noop_memory_kind(to)];
+  count(what);
+  if (capturing)
+    host_cuda_refuse((what + " while a graph is captured").c_str());
   memmove(to, from, bytes);
   return cudaSuccess;
 }
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) { return copy("cudaMemcpy", to, from, bytes); }
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  return copy("cudaMemcpyAsync", to, from, bytes);
+}
 cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t bytes, cudaStream_t) {
-  memmove(to, from, bytes);
-  return cudaSuccess;
+  return copy("cudaMemcpyPeerAsync", to, from, bytes);
 }
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                               cudaMemcpyKind, cudaStream_t) {
@@ -137,7 +176,10 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void *to, int value, size_t bytes) {
-  if (bytes < (64u << 20))  // larger ones would only back pages with memory
+  if (capturing)
+    host_cuda_refuse("cudaMemset while a graph is captured");
+  // Larger memory is fresh, and fresh memory is 0: zeros would only back its pages.
+  if (value || bytes < (64u << 20))
     memset(to, value, bytes);
   return cudaSuccess;
 }
@@ -171,7 +213,7 @@ cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
 cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "NVIDIA H100 80GB HBM3 (no-op)");
+  strcpy(p->name, "NVIDIA H100 80GB HBM3 (on the host)");
   p->totalGlobalMem = kTotalBytes;
   p->sharedMemPerBlock = 49152;
   p->regsPerBlock = 65536;
@@ -222,6 +264,11 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
   return cudaSuccess;
 }
 
+cudaError_t cudaStreamSynchronize(cudaStream_t) { count("cudaStreamSynchronize"); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { count("cudaDeviceSynchronize"); return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { count("cudaEventSynchronize"); return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { count("cudaStreamWaitEvent"); return cudaSuccess; }
+
 // -- graphs
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { capturing = true; return cudaSuccess; }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *graph) { capturing = false; *graph = kGraph; return cudaSuccess; }
@@ -244,6 +291,22 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph
 cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t *, size_t *count) { *count = 1; return cudaSuccess; }
 
 // -- kernels
+void __cudaRegisterFunction(void **, const char *host, char *, const char *name, int, void *, void *, void *, void *, int *) {
+  std::lock_guard<std::mutex> lock(mutex);
+  kernel_names[host] = name;
+}
+static cudaError_t launch(const void *function) {
+  mutex.lock();
+  auto found = kernel_names.find(function);
+  const char *name = found == kernel_names.end() ? "a kernel without a name" : found->second;
+  mutex.unlock();
+  return (cudaError_t)host_cuda_refuse(name);
+}
+cudaError_t cudaLaunchKernel(const void *f, dim3, dim3, void **, size_t, cudaStream_t) { return launch(f); }
+cudaError_t cudaLaunchCooperativeKernel(const void *f, dim3, dim3, void **, size_t, cudaStream_t) { return launch(f); }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *f, void **) { return launch(f); }
+cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3, dim3, void **, size_t, cudaStream_t) { return launch(f); }
+cudaError_t __cudaLaunchKernel_ptsz(cudaKernel_t f, dim3, dim3, void **, size_t, cudaStream_t) { return launch(f); }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
   memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
@@ -288,5 +351,5 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared_b
   *(void **)stream = top.stream;
   return cudaSuccess;
 }
-cudaError_t __cudaGetKernel(void **kernel, const void *) { *kernel = (void *)0x4440; return cudaSuccess; }
+cudaError_t __cudaGetKernel(void **kernel, const void *f) { *kernel = (void *)f; return cudaSuccess; }
 }

@@ -1,6 +1,8 @@
-// No-op libcuda: modules load, functions are found, launches do nothing.
+// libcuda: modules load and functions are found; a launch is told to the listener in runtime.cpp.
 #include <cuda.h>
 #include <dlfcn.h>
+
+#include <cstring>
 #undef cuGetProcAddress
 #undef cuCtxGetCurrent
 
@@ -8,6 +10,7 @@ extern "C" {
 // In runtime.cpp.
 int noop_attribute(int);
 int noop_memory_kind(const void *);
+int host_cuda_refuse(const char *);
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) { *version = 13000; return CUDA_SUCCESS; }
@@ -27,12 +30,21 @@ CUresult cuModuleLoadDataEx(CUmodule *module, const void *, unsigned, CUjit_opti
   *module = (CUmodule)0x2220;
   return CUDA_SUCCESS;
 }
-CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char *) { *function = (CUfunction)0x1110; return CUDA_SUCCESS; }
+// A function is its name.
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char *name) { *function = (CUfunction)strdup(name); return CUDA_SUCCESS; }
+CUresult cuLaunchKernel(CUfunction f, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void **, void **) {
+  return (CUresult)host_cuda_refuse((const char *)f);
+}
+CUresult cuLaunchKernelEx(const CUlaunchConfig *, CUfunction f, void **, void **) { return (CUresult)host_cuda_refuse((const char *)f); }
+CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void **) {
+  return (CUresult)host_cuda_refuse((const char *)f);
+}
 CUresult cuLibraryLoadData(CUlibrary *library, const void *, CUjit_option *, void **, unsigned, CUlibraryOption *, void **, unsigned) {
   *library = (CUlibrary)0x2221;
   return CUDA_SUCCESS;
 }
-CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary, const char *) { *kernel = (CUkernel)0x1111; return CUDA_SUCCESS; }
+CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary, const char *name) { *kernel = (CUkernel)strdup(name); return CUDA_SUCCESS; }
+CUresult cuKernelGetFunction(CUfunction *function, CUkernel kernel) { *function = (CUfunction)kernel; return CUDA_SUCCESS; }
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction) {
   *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : 0;
   return CUDA_SUCCESS;

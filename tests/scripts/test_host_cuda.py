@@ -1,0 +1,192 @@
+"""The CUDA that computes on the host: what it computes is right, and what nobody computes is an error that names it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "scripts" / "gpu"
+sys.path.insert(0, str(SCRIPTS))
+
+from host_cuda.environment import build, environment
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++ to build the libraries", allow_module_level=True)
+
+CORE = """
+import torch
+from host_cuda import recorder, triton_kernels
+from host_cuda.operators import HostOperators
+recorder.listen()
+recorder.take_over_graphs()
+triton_kernels.take_over_triton()
+HostOperators().__enter__()
+
+def capture(run):
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
+"""
+ALL = "import torch\nfrom host_cuda.plugin import install\ninstall()\n"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("host-cuda")
+    build(folder)
+    variables = os.environ | environment(folder)
+    variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], str(REPOSITORY), str(SCRIPTS)])
+
+    def run(code: str, prelude: str = CORE) -> str:
+        command = [sys.executable, "-W", "ignore", "-c", prelude + textwrap.dedent(code)]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+def test_operators_compute_and_graphs_read_what_stands_at_their_addresses(run):
+    run("""
+        x = torch.arange(6.0, device="cuda").view(2, 3)
+        assert (x @ x.T).tolist() == [[5, 14], [14, 50]]
+        assert x[:, 1:].sum(dim=0).cpu().tolist() == [5, 7]
+        graph, y = capture(lambda: (x * 2).cumsum(dim=1)[:, -1] + 1)
+        for start in (0.0, 10.0):
+            x.copy_(torch.arange(start, start + 6, device="cuda").view(2, 3))
+            graph.replay()
+            assert y.tolist() == ((x * 2).sum(dim=1) + 1).tolist(), y
+        # What is written elsewhere since is not part of the graph.
+        z = torch.zeros(3, device="cuda")
+        graph, _ = capture(lambda: z.add_(1))
+        z.zero_()
+        graph.replay(); graph.replay()
+        assert z.tolist() == [2, 2, 2]
+    """)
+
+
+def test_fresh_memory_holds_nothing_to_rely_on(run):
+    run("""
+        assert torch.empty(5, device="cuda").isnan().all()
+        assert (torch.empty(5, dtype=torch.int32, device="cuda") == 0x5A5A5A5A).all()
+        graph, y = capture(lambda: torch.empty(4, device="cuda"))
+        y.zero_()
+        graph.replay()
+        assert y.isnan().all()
+    """)
+
+
+def test_triton_kernels_compute_in_graphs_too(run):
+    run("""
+        from tetris_sglang.kernels.select import select_drafts
+        from tetris_sglang.selection import fill_capacity
+        survival = torch.rand(9, 5, device="cuda").sort(dim=1, descending=True).values
+        graph, lens = capture(lambda: select_drafts(survival, 17))
+        for seed in range(3):
+            torch.manual_seed(seed)
+            survival.copy_(torch.rand(9, 5).cumprod(dim=1).to("cuda"))
+            graph.replay()
+            assert lens.tolist() == fill_capacity(survival.cpu(), 17).tolist()
+    """)
+
+
+def test_what_nobody_computes_is_named(run):
+    run("""
+        import threading
+        # Another thread has no dispatch mode: torch launches its own kernel.
+        x = torch.ones(3, device="cuda")
+        thread = threading.Thread(target=lambda: x.mul_(2))
+        thread.start(); thread.join()
+        try:
+            x + 1
+        except recorder.NobodyComputes as error:
+            assert "elementwise" in str(error), error
+        else:
+            raise SystemExit("nobody noticed")
+    """)
+
+
+@pytest.mark.parametrize(
+    "operation", ["y.item()", "y.cpu()", "y.nonzero()", "torch.ones(3).to('cuda')"], ids=["item", "cpu", "nonzero", "upload"]
+)
+def test_what_ends_a_capture_is_refused(run, operation):
+    run(f"""
+        y = torch.ones(3, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                {operation if "item" not in operation else "y.sum().item()"}
+        except RuntimeError as error:
+            assert "while a graph is captured" in str(error), error
+        else:
+            raise SystemExit("it went through")
+    """)
+
+
+ATTENTION = """
+import random
+import device_checks as checks
+from host_cuda.memory import on_host
+from ragged import HeadShape, KINDS, random_batch, random_lens, reference_attention, relative_error
+checks.WORKSPACE_BYTES = 64 << 20
+SLOTS, ROWS, PREFIX = 8, 24, 600
+shape, dtype, rng = HeadShape(4, 2, 64), torch.bfloat16, random.Random(0)
+make = lambda verify, prefix, seed: random_batch(verify, prefix, shape, dtype=dtype, device="cuda", seed=seed)
+full = make([ROWS // SLOTS] * SLOTS, [PREFIX] * SLOTS, 0)
+passed = checks.CapturedPass(full, SLOTS, ROWS, on_device=ON_DEVICE)
+assert passed.plan.on_device == ON_DEVICE
+
+def error_of(kind, seed):
+    lens = random_lens(kind, rng, SLOTS, 6, PREFIX, ROWS) if kind else ([2, 4] * (SLOTS // 2), [PREFIX - 99, PREFIX] * (SLOTS // 2))
+    batch = checks._in_pool_of(full, make(*lens, seed))
+    return relative_error(passed.replay(batch, checks.lens_on_device(batch)), reference_attention(batch))
+"""
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_attention_follows_the_plan_in_a_graph(run, on_device):
+    code = """
+        for number, kind in enumerate(KINDS):
+            error = error_of(kind, number)
+            assert error < 1e-2, (kind, error)
+    """
+    run(ATTENTION.replace("ON_DEVICE", str(on_device)) + textwrap.dedent(code), ALL)
+
+
+def test_every_array_of_the_plan_matters(run):
+    """Each, broken a little, is found: in the output, or by what reads it."""
+    code = """
+        plan, replan = passed.plan, passed.plan.replan
+        for name in ("request_indices", "qo_tile_indices", "kv_tile_indices", "o_indptr", "kv_chunk_size_ptr",
+                     "total_num_rows", "merge_indptr", "block_valid_mask"):
+            def broken():
+                replan()
+                octets = on_host(plan.wrapper._int_workspace_buffer)
+                at = getattr(plan._layout, name + "_offset")
+                if name == "block_valid_mask":
+                    octets[at + 3] = 0
+                    return
+                words = octets[at : at + 64].view(torch.int32)
+                place = 0 if name in ("kv_chunk_size_ptr", "total_num_rows") else 3
+                words[place] += {"total_num_rows": -1, "kv_chunk_size_ptr": -16}.get(name, 1)
+            plan.replan = broken
+            try:
+                error = error_of(None, 99)
+            except Exception as problem:
+                print(name, type(problem).__name__)
+                continue
+            assert not error < 1e-2, f"{name}: {error}"
+        plan.replan = replan
+        assert error_of(None, 99) < 1e-2
+    """
+    run(ATTENTION.replace("ON_DEVICE", "True") + textwrap.dedent(code), ALL)
