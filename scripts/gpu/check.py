@@ -28,7 +28,7 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "gpu"), str(REPOSITORY / "scripts")]
 
-from stage_report import ON_NOOP_CUDA, Report, collect_provenance
+from stage_report import ON_HOST_CUDA, Report, collect_provenance
 
 DEFAULT_OUT = REPOSITORY / "build" / "gpu-check"
 _ARCHIVE_EVERY_S = 20.0
@@ -79,10 +79,10 @@ def run_in_process(stage: Stage, out: Path) -> int:
     """The stage itself; 0 when everything held."""
     # Leaves `with` blocks, and so ends the servers.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if ON_NOOP_CUDA:
-        from noop_plugin import HostOperators
+    if ON_HOST_CUDA:
+        from host_cuda.plugin import install
 
-        HostOperators().__enter__()
+        install()
     report = Report(out / f"{stage.letter}.json", stage.letter, stage.title, provenance=collect_provenance())
     report.write()
     started_at = time.monotonic()

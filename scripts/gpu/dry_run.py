@@ -10,7 +10,10 @@ Not shown: what the real kernels compute and round on a device, streams that run
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +69,9 @@ ARMS = {
 }  # fmt: skip
 
 
+CHECKS = "checks"
+
+
 class Answer(NamedTuple):
     output_ids: list[int]
     meta_info: dict
@@ -103,6 +109,20 @@ def run_arm(name: str, folder: Path, reference: Reference, prompts: list[str]) -
     return row
 
 
+def run_checks(folder: Path) -> dict:
+    """Stages a and c of check.py: the ways to plan the verify pass, against float64 and each other."""
+    out, started_at = folder / CHECKS, time.monotonic()
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu" / "check.py"), "--stages", "a,c", "--out", str(out)]
+    with (folder / f"{CHECKS}.log").open("w") as log:
+        subprocess.run(command, check=False, env={**os.environ, **environment(BUILD / "host-cuda")}, stdout=log, stderr=log)
+    stages = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    failed = [f"stage {stage['stage']}: {stage['error'] or 'see its log'}" for stage in stages if stage["status"] != "passed"]
+    error = "; ".join(failed) or (None if stages else "no stage ran")
+    seconds = round(time.monotonic() - started_at, 1)
+    return {"arm": CHECKS, "error": error, "runs": [], "tracebacks": 0, "not computed": 0, "seconds": seconds}
+
+
 def judge(answers: list[Answer], prompts: list[str], reference: Reference, load: int, temperature: float) -> dict:
     outputs = [answer.output_ids for answer in answers]
     drafts: DraftCounts = count_drafts(answer.meta_info for answer in answers)
@@ -128,17 +148,19 @@ def draw_table(rows: list[dict]) -> Table:
         table.add_row(
             row["arm"],
             f"{row['start_s']} s" if "start_s" in row else "",
-            f"{sum(run['num_best'] for run in greedy)} of {sum(run['num_tokens'] for run in greedy)}",
-            f"{max((run['regret'] for run in greedy), default=float('nan')):.3f}",
+            f"{sum(run['num_best'] for run in greedy)} of {sum(run['num_tokens'] for run in greedy)}" if greedy else "",
+            f"{max(run['regret'] for run in greedy):.3f}" if greedy else "",
             ", ".join(f"{run['p']:.3f}" for run in drawn),
-            f"{sum(run['accepted'] for run in row['runs'])} of {sum(run['selected'] for run in row['runs'])}",
-            "holds" if is_fine(row) else row["error"] or f"fails: {row['tracebacks']} tracebacks, {row['not computed']} not computed",
+            f"{sum(run['accepted'] for run in row['runs'])} of {sum(run['selected'] for run in row['runs'])}" if greedy else "",
+            "holds"
+            if is_fine(row)
+            else row["error"] or f"fails: {row['tracebacks']} tracebacks, {row['not computed']} not computed",
         )
     return table
 
 
 def main(
-    arms: Annotated[str, typer.Option(help=f"Of {', '.join(ARMS)}.")] = ",".join(ARMS),
+    arms: Annotated[str, typer.Option(help=f"Of {', '.join([*ARMS, CHECKS])}.")] = ",".join([*ARMS, CHECKS]),
     out: Annotated[Path, typer.Option(help="Logs, ledgers and a summary.")] = BUILD / "gpu-dry-run",
     resume: Annotated[bool, typer.Option(help="Keep the arms that hold.")] = False,
 ) -> None:
@@ -146,7 +168,7 @@ def main(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves `with` blocks, and so ends the server
     console = Console(width=None if sys.stdout.isatty() else 160)
     chosen = arms.split(",")
-    if unknown := set(chosen) - ARMS.keys():
+    if unknown := set(chosen) - {*ARMS, CHECKS}:
         raise typer.BadParameter(f"no such arm: {', '.join(sorted(unknown))}", param_hint="--arms")
     out.mkdir(parents=True, exist_ok=True)
     build(BUILD / "host-cuda")
@@ -158,7 +180,7 @@ def main(
     for name in chosen:
         if name not in kept:
             console.print(f"{name}: {out / name.replace(' ', '-')}.log", highlight=False, soft_wrap=True)
-        rows.append(kept.get(name) or run_arm(name, out, reference, prompts))
+        rows.append(kept.get(name) or (run_checks(out) if name == CHECKS else run_arm(name, out, reference, prompts)))
         summary.write_text(json.dumps(rows, indent=1) + "\n")
     console.print(draw_table(rows))
     raise typer.Exit(not all(map(is_fine, rows)))

@@ -1,4 +1,4 @@
-"""What servers wrote, against the target in float32 by transformers: greedy tokens by how much they fall short, drawn ones as draws."""
+"""What servers wrote, against the target in float32: greedy tokens by how much they fall short, drawn ones as draws."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAIR = REPOSITORY / "tests" / "pair"
-# Values and speed mean nothing there: a stage runs to find exceptions.
-ON_NOOP_CUDA = os.environ.get("NOOP_CUDA") == "1"
+# Slow, and without any speed to measure: a stage takes less there.
+ON_HOST_CUDA = os.environ.get("HOST_CUDA") == "1"
 _STOP_TIMEOUT_S = 20.0
 
 
@@ -102,7 +102,7 @@ def collect_provenance() -> dict[str, Any]:
     try:
         device = subprocess.run(query, check=False, capture_output=True, text=True).stdout.strip()
     except OSError:
-        device = "no-op CUDA" if ON_NOOP_CUDA else "unknown"
+        device = "a CUDA that computes on the host" if ON_HOST_CUDA else "unknown"
     return {
         "device": device,
         "python": platform.python_version(),

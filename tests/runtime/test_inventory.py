@@ -11,9 +11,9 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from tetris_sglang.compat import SUPPORTED_SGLANG, check_sglang_version
+from tetris_sglang.contacts import Hook, Symbol, find_missing_symbols
 from tetris_sglang.runtime import inventory
 from tetris_sglang.runtime.arguments import UNSUPPORTED
-from tetris_sglang.contacts import Hook, Symbol, find_missing_symbols
 from tetris_sglang.runtime.inventory import HOOKS, SYMBOLS
 
 ROOT = Path(__file__).parents[2]

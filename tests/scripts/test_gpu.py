@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "scripts" / "gpu"
-sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "noop_cuda")]
+sys.path.insert(0, str(SCRIPTS))
 
 import check
 import dry_run
@@ -206,10 +206,11 @@ def test_outputs_differ_where_tokens_do_and_not_in_length():
     assert server_checks.first_difference([1, 2, 3], [1, 2]) is None
 
 
-def test_the_last_error_of_a_log_is_found():
-    log = "Traceback\nValueError: first\n[x] torch.OutOfMemoryError: second\nbye"
-    assert dry_run.last_error(log) == "torch.OutOfMemoryError: second"
-    assert dry_run.last_error("all well\n") is None
+def test_an_arm_holds_if_all_of_its_runs_do():
+    row = {"arm": "auto", "error": None, "tracebacks": 0, "not computed": 0, "runs": [{"holds": True}, {"holds": True}]}
+    assert dry_run.is_fine(row)
+    for change in ({"error": "gone"}, {"tracebacks": 1}, {"not computed": 1}, {"runs": [{"holds": True}, {"holds": False}]}):
+        assert not dry_run.is_fine(row | change)
 
 
 # -- scripts -------------------------------------------------------------------------------------------------

@@ -10,11 +10,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "scripts" / "gpu"
 sys.path.insert(0, str(SCRIPTS))
 
+from host_cuda import small_kernels
 from host_cuda.environment import build, environment
 
 if shutil.which("g++") is None:
@@ -147,7 +149,9 @@ passed = checks.CapturedPass(full, SLOTS, ROWS, on_device=ON_DEVICE)
 assert passed.plan.on_device == ON_DEVICE
 
 def error_of(kind, seed):
-    lens = random_lens(kind, rng, SLOTS, 6, PREFIX, ROWS) if kind else ([2, 4] * (SLOTS // 2), [PREFIX - 99, PREFIX] * (SLOTS // 2))
+    lens = [2, 4] * (SLOTS // 2), [PREFIX - 99, PREFIX] * (SLOTS // 2)
+    if kind:
+        lens = random_lens(kind, rng, SLOTS, 6, PREFIX, ROWS)
     batch = checks._in_pool_of(full, make(*lens, seed))
     return relative_error(passed.replay(batch, checks.lens_on_device(batch)), reference_attention(batch))
 """
@@ -190,3 +194,59 @@ def test_every_array_of_the_plan_matters(run):
         assert error_of(None, 99) < 1e-2
     """
     run(ATTENTION.replace("ON_DEVICE", "True") + textwrap.dedent(code), ALL)
+
+
+# -- the small kernels, against torch's or plain Python's ------------------------------------------------------------
+
+
+def test_norms():
+    x, residual, weight = torch.randn(5, 8), torch.randn(5, 8), torch.randn(8)
+    out, total = torch.empty_like(x), x + residual
+    small_kernels.rmsnorm(out, x, weight, 1e-5)
+    torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (8,), weight, 1e-5))
+    small_kernels.fused_add_rmsnorm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(residual, total)
+    torch.testing.assert_close(x, torch.nn.functional.rms_norm(total, (8,), weight, 1e-5))
+
+
+def test_rotary_embeddings_turn_pairs_of_halves():
+    dim, positions = 8, torch.tensor([3, 0, 7])
+    angles = torch.arange(10.0)[:, None] / 10 ** (torch.arange(dim // 2) / 4)
+    q, k = torch.randn(3, 2, dim), torch.randn(3, 1, dim)
+    expected = [torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1).contiguous()) for x in (q, k)]
+    turned = [x * torch.polar(torch.ones(3, 1, dim // 2), angles[positions][:, None]) for x in expected]
+    small_kernels.run_rope(q, k, torch.cat((angles.cos(), angles.sin()), dim=-1), positions)
+    for found, complex_ in zip((q, k), turned, strict=True):
+        torch.testing.assert_close(found, torch.cat((complex_.real, complex_.imag), dim=-1))
+
+
+def test_the_cache_takes_what_has_a_slot_and_no_other():
+    k, v = torch.randn(3, 4), torch.randn(3, 4)
+    k_cache, v_cache = torch.zeros(6, 4), torch.zeros(6, 4)
+    small_kernels.store_cache(k, v, k_cache, v_cache, torch.tensor([5, 0, 2]), 6, 0)
+    assert torch.equal(k_cache[[5, 2]], k[[0, 2]]) and torch.equal(v_cache[[5, 2]], v[[0, 2]]) and not k_cache[0].any()
+    with pytest.raises(AssertionError, match=r"slots \[6\] of 6"):
+        small_kernels.store_cache(k, v, k_cache, v_cache, torch.tensor([5, 6, 2]), 6, 0)
+
+
+def test_activation_and_positions():
+    x, out = torch.randn(4, 6), torch.empty(4, 3)
+    small_kernels.run_activation(x, out, "silu")
+    torch.testing.assert_close(out, torch.nn.functional.silu(x[:, :3]) * x[:, 3:])
+    with pytest.raises(AssertionError, match="gelu"):
+        small_kernels.run_activation(x, out, "gelu")
+    positions = torch.empty(3, dtype=torch.int64)
+    small_kernels.clamp_position(positions, torch.tensor([4, 0, 1]))
+    assert positions.tolist() == [3, 0, 0]
+
+
+def test_samplers_keep_what_top_k_and_top_p_say():
+    probs, out = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).repeat(2, 1), torch.empty(2, 4)
+    small_kernels.top_k_renorm_probs(probs, out, torch.tensor([2, 4]), 0)
+    torch.testing.assert_close(out, torch.tensor([[0, 2 / 3, 0, 1 / 3], [0.1, 0.5, 0.15, 0.25]]))
+    small_kernels.top_p_renorm_probs(probs, out, None, 0.6)
+    torch.testing.assert_close(out, torch.tensor([[0, 2 / 3, 0, 1 / 3]]).repeat(2, 1))
+    samples, valid = torch.empty(2, dtype=torch.int32), torch.zeros(2, dtype=torch.bool)
+    for _ in range(20):
+        small_kernels.top_k_top_p_sampling_from_probs(probs, samples, valid, None, None, 3, torch.tensor([0.4, 0.9]), 1.0)
+        assert samples[0] == 1 and samples[1] in (1, 2, 3) and valid.all()

@@ -4,8 +4,8 @@ import logging
 import pkgutil
 import sys
 
-from tetris_sglang.portable_cpu.defaults import ATTENTION_BACKEND, RESOLUTION_STEPS
 from tetris_sglang.contacts import Hook
+from tetris_sglang.portable_cpu.defaults import ATTENTION_BACKEND, RESOLUTION_STEPS
 from tetris_sglang.portable_cpu.inventory import HOOKS
 
 logger = logging.getLogger(__name__)

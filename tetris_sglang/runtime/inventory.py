@@ -7,17 +7,13 @@ check both against the installed release. The CPU platform and the GPU path keep
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import pkgutil
-import re
 import sys
-from collections.abc import Iterable
 
 import torch
 
 from tetris_sglang.contacts import Hook, Symbol
-
 
 HOOKS: tuple[Hook, ...] = (
     Hook(

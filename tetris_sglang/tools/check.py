@@ -21,8 +21,8 @@ from rich.text import Text
 
 from tetris_sglang import __version__, contacts
 from tetris_sglang.compat import SUPPORTED_SGLANG, check_sglang_version
-from tetris_sglang.contacts import Hook
 from tetris_sglang.config import DEFAULT_NUM_STEPS, TetrisConfig, find_settings
+from tetris_sglang.contacts import Hook
 
 ENTRY_POINT_GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
 _ENTRY_POINT = "tetris"

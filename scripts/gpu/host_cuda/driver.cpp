@@ -8,8 +8,8 @@
 
 extern "C" {
 // In runtime.cpp.
-int noop_attribute(int);
-int noop_memory_kind(const void *);
+int host_cuda_attribute(int);
+int host_cuda_memory_kind(const void *);
 int host_cuda_refuse(const char *);
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
@@ -17,7 +17,7 @@ CUresult cuDriverGetVersion(int *version) { *version = 13000; return CUDA_SUCCES
 CUresult cuDeviceGet(CUdevice *device, int) { *device = 0; return CUDA_SUCCESS; }
 CUresult cuDeviceGetCount(int *count) { *count = 1; return CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice) {
-  *value = noop_attribute((int)attribute);
+  *value = host_cuda_attribute((int)attribute);
   return CUDA_SUCCESS;
 }
 CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)0x3330; return CUDA_SUCCESS; }
@@ -52,7 +52,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, CUfunction, int, size_t) { *count = 2; return CUDA_SUCCESS; }
 
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer) {
-  int kind = noop_memory_kind((void *)pointer);
+  int kind = host_cuda_memory_kind((void *)pointer);
   if (attribute == CU_POINTER_ATTRIBUTE_MEMORY_TYPE) {
     *(unsigned *)data = kind == 2 ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
     return kind ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
@@ -64,8 +64,8 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
   return CUDA_SUCCESS;
 }
 
-CUresult cuGetErrorString(CUresult, const char **text) { *text = "noop"; return CUDA_SUCCESS; }
-CUresult cuGetErrorName(CUresult, const char **name) { *name = "noop"; return CUDA_SUCCESS; }
+CUresult cuGetErrorString(CUresult, const char **text) { *text = "host CUDA"; return CUDA_SUCCESS; }
+CUresult cuGetErrorName(CUresult, const char **name) { *name = "host CUDA"; return CUDA_SUCCESS; }
 
 CUresult cuGetProcAddress_v2(const char *symbol, void **function, int, cuuint64_t, CUdriverProcAddressQueryResult *status) {
   void *self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from torch.utils._pytree import tree_map
+
 from host_cuda import attention, plans, small_kernels
 from host_cuda.memory import on_host
 from host_cuda.operators import CUSTOM
 from host_cuda.recorder import RECORDER, NobodyComputes
-from torch.utils._pytree import tree_map
 
 Kernel = Callable[..., None]
 

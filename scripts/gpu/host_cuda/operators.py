@@ -7,20 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from host_cuda.memory import empty_like_on_device, on_device, on_host, poison
-from host_cuda.recorder import RECORDER
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from host_cuda.memory import empty_like_on_device, on_device, on_host, poison
+from host_cuda.recorder import RECORDER
+
 MAX_POISONED_BYTES = 32 << 20
 """Larger memory stays as it is: its pages would have to be backed."""
 _NATIVE = frozenset(
-    "set_ resize_ resize_as_ record_stream _pin_memory is_pinned empty_like new_empty lift_fresh".split()
+    ["set_", "resize_", "resize_as_", "record_stream", "_pin_memory", "is_pinned", "empty_like", "new_empty", "lift_fresh"]
 )
 """They change what a tensor is rather than what it holds, or read the device's own state."""
 _WAITING = frozenset(
-    "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive bincount equal is_nonzero".split()
+    [
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "bincount",
+        "equal",
+        "is_nonzero",
+    ]
 )
 """The host waits for their results."""
 

@@ -89,10 +89,10 @@ int host_cuda_plan_decode(void *floats, size_t float_bytes, void *ints, void *pi
       fprintf(stderr, "host CUDA: %ld heads for %ld of keys are not planned\n", (long)heads, (long)kv_heads);
       return cudaErrorInvalidValue;
     };
-    if (head_dim == 64)
-      return finish(plan(std::integral_constant<uint32_t, 64>()), info.ToVector(), out);
-    if (head_dim == 128)
-      return finish(plan(std::integral_constant<uint32_t, 128>()), info.ToVector(), out);
+    if (head_dim == 64 || head_dim == 128) {
+      cudaError_t status = head_dim == 64 ? plan(std::integral_constant<uint32_t, 64>()) : plan(std::integral_constant<uint32_t, 128>());
+      return finish(status, info.ToVector(), out);
+    }
     fprintf(stderr, "host CUDA: heads of %ld are not planned\n", (long)head_dim);
     return -1;
   } catch (const std::exception &error) {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 from pathlib import Path
@@ -14,8 +13,6 @@ def load() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", _in_phase, HookType.AROUND)
-    if folder := os.environ.get("HOST_CUDA_LEDGER"):
-        atexit.register(_write_ledger, Path(folder))
 
 
 def install() -> None:
@@ -41,14 +38,16 @@ def _in_phase(original, scheduler, batch, *args, **kwargs):
     phase = "prefill" if mode is not None and mode.is_extend() else "decode"
     with RECORDER.during(phase):
         RECORDER.count("steps")
-        return original(scheduler, batch, *args, **kwargs)
+        result = original(scheduler, batch, *args, **kwargs)
+    if folder := os.environ.get("HOST_CUDA_LEDGER"):
+        # Whoever stops the server does not wait for its end.
+        _write_ledger(Path(folder))
+    return result
 
 
 def _write_ledger(folder: Path) -> None:
     from host_cuda.recorder import RECORDER, count_native
 
-    if RECORDER.ledger:
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = {f"{phase}\t{what}": count for (phase, what), count in sorted(RECORDER.ledger.items())}
-        text = json.dumps({"operations": rows, "native": count_native()}, indent=1)
-        (folder / f"{os.getpid()}.json").write_text(text + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = {f"{phase}\t{what}": count for (phase, what), count in sorted(RECORDER.ledger.items())}
+    (folder / "ledger.json").write_text(json.dumps({"operations": rows, "native": count_native()}, indent=1) + "\n")

@@ -101,7 +101,7 @@ int host_cuda_refuse(const char *what) {
   return 0;
 }
 // The runtime's and the driver's device attributes share their numbers.
-int noop_attribute(int attribute) {
+int host_cuda_attribute(int attribute) {
   switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock: return 1024;
     case cudaDevAttrMaxBlockDimX:
@@ -134,7 +134,7 @@ int noop_attribute(int attribute) {
   }
   return 0;
 }
-int noop_memory_kind(const void *pointer) {
+int host_cuda_memory_kind(const void *pointer) {
   std::lock_guard<std::mutex> lock(mutex);
   auto region = regions.upper_bound((size_t)pointer);
   if (region == regions.begin())
@@ -155,7 +155,7 @@ cudaError_t cudaFreeHost(void *pointer) { return release(pointer); }
 cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned) { *device = host; return cudaSuccess; }
 static cudaError_t copy(const char *call, void *to, const void *from, size_t bytes) {
   static const char *const kinds[] = {"pageable", "pinned", "device"};
-  std::string what = std::string(call) + " " + kinds[noop_memory_kind(from)] + " to " + kinds[noop_memory_kind(to)];
+  std::string what = std::string(call) + " " + kinds[host_cuda_memory_kind(from)] + " to " + kinds[host_cuda_memory_kind(to)];
   count(what);
   if (capturing)
     host_cuda_refuse((what + " while a graph is captured").c_str());
@@ -192,7 +192,7 @@ cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *pointer) {
   memset(attributes, 0, sizeof *attributes);
-  int kind = noop_memory_kind(pointer);
+  int kind = host_cuda_memory_kind(pointer);
   attributes->type = (cudaMemoryType)kind;
   attributes->device = kind == kDevice ? 0 : -1;
   attributes->devicePointer = kind ? (void *)pointer : nullptr;
@@ -241,14 +241,14 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
   p->memoryBusWidth = 5120;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) { *value = noop_attribute(attribute); return cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) { *value = host_cuda_attribute(attribute); return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
 cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int) { strncpy(text, "0000:01:00.0", bytes); return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { *can = 0; return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = 13000; return cudaSuccess; }
-const char *cudaGetErrorString(cudaError_t) { return "noop"; }
-const char *cudaGetErrorName(cudaError_t) { return "noop"; }
+const char *cudaGetErrorString(cudaError_t) { return "host CUDA"; }
+const char *cudaGetErrorName(cudaError_t) { return "host CUDA"; }
 
 // -- streams and events
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return make_handle(stream); }

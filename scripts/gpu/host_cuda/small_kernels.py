@@ -31,13 +31,12 @@ def run_rope_store(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor
 ) -> None:
     run_rope(q, k, cos_sin, positions)
-    k_cache.flatten(1)[slots.long()] = k.flatten(1)
-    v_cache.flatten(1)[slots.long()] = v.flatten(1)
+    # Views: what is written into a copy is lost.
+    k_cache.view(len(k_cache), -1)[slots.long()] = k.flatten(1)
+    v_cache.view(len(v_cache), -1)[slots.long()] = v.flatten(1)
 
 
-def store_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_slots: int, skipped: int
-) -> None:
+def store_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_slots: int, skipped: int) -> None:
     slots = slots.long()
     outside = slots[(slots < 0) | (slots >= num_slots)]
     assert not len(outside), f"keys are stored in slots {outside.tolist()} of {num_slots}"

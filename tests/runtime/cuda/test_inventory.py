@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tetris_sglang.contacts import Symbol, find_missing_symbols
 from tetris_sglang.kernels.attention_plan import PlanLayout
 from tetris_sglang.runtime.cuda.inventory import SYMBOLS
 from tetris_sglang.runtime.inventory import SYMBOLS as COMMON
-from tetris_sglang.contacts import Symbol, find_missing_symbols
 
 ROOT = Path(__file__).parents[3]
 RELEASE = f"SGLang {metadata.version('sglang')}"
