@@ -240,6 +240,13 @@ def test_activation_and_positions():
     assert positions.tolist() == [3, 0, 0]
 
 
+def test_bits_are_packed_segment_by_segment():
+    packed = torch.zeros(4, dtype=torch.uint8)
+    bits = torch.tensor([1, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1, 1], dtype=torch.bool)
+    small_kernels.segment_packbits(bits, torch.tensor([0, 9, 12]), torch.tensor([0, 2, 3]), "little", packed)
+    assert packed.tolist() == [0b101, 0b1, 0b110, 0]
+
+
 def test_samplers_keep_what_top_k_and_top_p_say():
     probs, out = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).repeat(2, 1), torch.empty(2, 4)
     small_kernels.top_k_renorm_probs(probs, out, torch.tensor([2, 4]), 0)

@@ -27,6 +27,7 @@ FLASHINFER: dict[str, dict[str, Kernel]] = {
     "batch_prefill_with_kv_cache": {"paged_run": attention.run_prefill},
     "batch_decode_with_kv_cache": {"run": attention.run_decode},
     "norm": _named(small_kernels.rmsnorm, small_kernels.fused_add_rmsnorm),
+    "quantization": _named(small_kernels.segment_packbits),
     "sampling": _named(
         small_kernels.top_p_renorm_probs,
         small_kernels.top_k_renorm_probs,

@@ -54,6 +54,15 @@ def clamp_position(positions: Tensor, seq_lens: Tensor) -> None:
     positions.copy_((seq_lens - 1).clamp(min=0).to(positions.dtype))
 
 
+def segment_packbits(x: Tensor, indptr: Tensor, packed_indptr: Tensor, bitorder: str, packed: Tensor) -> None:
+    """Eight bools [entries] a byte, each segment from a byte of its own on."""
+    assert bitorder == "little", f"the bit order {bitorder} is not computed"
+    weights = 2 ** torch.arange(8)
+    for start, end, at in zip(indptr[:-1].tolist(), indptr[1:].tolist(), packed_indptr[:-1].tolist(), strict=True):
+        bits = torch.nn.functional.pad(x[start:end].long(), (0, -(end - start) % 8)).view(-1, 8)
+        packed[at : at + len(bits)] = (bits * weights).sum(dim=1).to(torch.uint8)
+
+
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 

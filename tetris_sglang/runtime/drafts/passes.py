@@ -122,7 +122,8 @@ class DraftPasses:
             rest.positions = (places.branch_positions + step).repeat_interleave(branches)
             rest.out_cache_loc = step_slots[step].reshape(-1)
             if states is not None:
-                rest.spec_info.hidden_states = states.flatten(0, 1)
+                # Rows of their own also where one request's branches begin with one state: layers add to them in place.
+                rest.spec_info.hidden_states = states.flatten(0, 1).contiguous()
             output = forward(rest, backend)
             positions = positions + 1
             tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
