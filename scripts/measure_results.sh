@@ -14,7 +14,9 @@ measure() { # NAME, then options of `tetris-sglang bench`
     if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
     if [ -e "$out" ]; then resume=(--resume); fi
     echo "== $name"
-    .venv/bin/tetris-sglang bench --out "$out" --turn-seconds 5 --output-len 64 --waves 3 --prompts 6 "${resume[@]}" "$@"
+    # The pool holds what 32 requests need: four servers at once fit into 20 GB.
+    .venv/bin/tetris-sglang bench --out "$out" --turn-seconds 5 --output-len 64 --waves 3 --prompts 6 \
+        --server-flags="--max-total-tokens 16384" "${resume[@]}" "$@"
 }
 
 # SGLang's own at its best k, which real-text/best-k has.
