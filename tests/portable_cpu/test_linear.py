@@ -5,6 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tetris_sglang.portable_cpu.activate import activate
+
+activate()  # as SGLang does, before its modules are imported
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+
 from tetris_sglang.portable_cpu import linear
 
 
@@ -45,6 +50,26 @@ def test_left_to_torch(out, width, rows, dtype):
     layer.weight = layer.weight.to(dtype)
     linear.apply(plain, None, layer, torch.randn(rows, width, dtype=dtype))
     assert not hasattr(layer, "_tetris_packed")
+
+
+def test_the_vocabulary_s_weight_is_packed_too():
+    head = make_layer(1024, 512)
+    head.quant_method = UnquantizedEmbeddingMethod()
+    processor, x = SimpleNamespace(rl_on_policy_target=None), torch.randn(3, 512)
+    logits = linear.compute_lm_head(refuse, processor, x, head)
+    torch.testing.assert_close(logits, x @ head.weight.T, rtol=1e-4, atol=1e-4)
+    # A draft is given its target's weight after it was made.
+    head.weight = make_layer(1024, 512, seed=1).weight
+    logits = linear.compute_lm_head(refuse, processor, x, head)
+    torch.testing.assert_close(logits, x @ head.weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantised_vocabulary_is_left_to_sglang():
+    head = make_layer(1024, 512)
+    head.quant_method = object()
+    called = []
+    linear.compute_lm_head(lambda *_, **__: called.append(True), SimpleNamespace(rl_on_policy_target=None), None, head)
+    assert called
 
 
 @pytest.mark.parametrize("fails", [False, True])

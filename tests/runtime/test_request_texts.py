@@ -60,6 +60,7 @@ def test_texts_follow_prompts_steps_and_new_requests_in_old_slots():
             texts.append(batch, emitted, torch.tensor(counts))
             for slot, row, count in zip(slots, emitted.tolist(), counts, strict=True):
                 known[slot] += row[:count]
+        texts.flush()
         for slot, text in known.items():
             assert texts.tokens[slot, : len(text)].tolist() == text
 

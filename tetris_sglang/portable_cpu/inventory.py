@@ -91,6 +91,14 @@ HOOKS: tuple[Hook, ...] = (
         "upstream packs weights on CPUs without AMX",
         ("self", "layer", "x", "bias"),
     ),
+    Hook(
+        "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        f"{OURS}.linear.compute_lm_head",
+        "AROUND",
+        "As for other weights: two verified rows would take twice as long as one.",
+        "upstream packs weights on CPUs without AMX",
+        ("self", "hidden_states", "lm_head", "embedding_bias", "out"),
+    ),
     *(
         Hook(
             f"sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.{method}",

@@ -41,11 +41,12 @@ class RequestTexts:
         self.tokens = torch.zeros(
             (slots, columns + max_emitted), dtype=torch.int32, device=req_to_token_pool.req_to_token.device
         )
-        """[slots, columns], a text from column 0 on."""
+        """[slots, columns], a text from column 0 on; complete after `flush`."""
         self.recent = RecentTexts(slots, vocab_size, self.tokens.device, are_shared=are_shared) if are_searched else None
         """Where matches are found, after `flush`."""
         self._waiting: list[Tensor] = []
-        self._waiting_for: tuple[Sequence, Tensor] = (), torch.empty(0)
+        # Requests, slots and lengths at the first of them.
+        self._waiting_for: tuple[Sequence, Tensor, Tensor] = (), torch.empty(0), torch.empty(0)
 
     def begin(self, batch, next_token_ids: Tensor) -> None:
         """Write down what an extend batch read, prefixes from the cache included, and the token after it.
@@ -54,6 +55,7 @@ class RequestTexts:
             batch: the extend ScheduleBatch. next_token_ids: [batch].
         Sync: none.
         """
+        self.flush()
         device = self.tokens.device
         texts = [torch.frombuffer(req.get_fill_ids(), dtype=torch.int64) for req in batch.reqs]
         lens = [len(text) for text in texts]
@@ -68,7 +70,6 @@ class RequestTexts:
 
     def _index(self, reqs: Sequence, rows: Tensor, texts: Sequence[Tensor], next_token_ids: Tensor) -> None:
         """Tell the recent texts of an extend batch."""
-        self.flush()
         device = self.tokens.device
         places = self.recent.place(
             [req.kv.req_pool_idx for req in reqs],
@@ -97,34 +98,36 @@ class RequestTexts:
             counts: [batch], tokens that were emitted.
         Sync: none.
         """
-        places = torch.arange(target_tokens.shape[1], device=batch.seq_lens.device)
-        rows = batch.req_pool_indices
-        self.tokens[rows[:, None], batch.seq_lens[:, None] + (places + 1)] = target_tokens.to(torch.int32)
-        if self.recent is None:
-            return
         is_plain = target_tokens.shape[1] == 1
         if not is_plain or len(self._waiting) == _MAX_WAITING or self._waiting_for[0] != batch.reqs:
             self.flush()
-        if is_plain:
-            # Writing many tokens takes as long as writing one, and nobody looks before `flush`.
-            if not self._waiting:
-                # SGLang writes into its own rows again; these are read by a later step.
-                self._waiting_for = list(batch.reqs), rows.clone()
-            self._waiting.append(target_tokens)
-        else:
-            self.recent.append(rows, target_tokens, counts)
+        if not is_plain:
+            self._write(batch.req_pool_indices, batch.seq_lens, target_tokens, counts)
+            return
+        # Writing many tokens takes as long as writing one, and nobody looks before `flush`.
+        if not self._waiting:
+            # SGLang writes into its own rows again; these are read by a later step.
+            self._waiting_for = list(batch.reqs), batch.req_pool_indices.clone(), batch.seq_lens.clone()
+        self._waiting.append(target_tokens)
 
     def flush(self) -> None:
-        """Let `recent` have what plain steps wrote. Sync: none."""
+        """Write down what plain steps emitted. Sync: none."""
         if self._waiting:
-            rows, tokens = self._waiting_for[1], torch.cat(self._waiting, dim=1)
+            _, rows, seq_lens = self._waiting_for
+            tokens = torch.cat(self._waiting, dim=1)
             self._waiting.clear()
-            self.recent.append(rows, tokens, torch.full_like(rows, tokens.shape[1]))
+            self._write(rows, seq_lens, tokens, torch.full_like(rows, tokens.shape[1]))
+
+    def _write(self, rows: Tensor, seq_lens: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        columns = seq_lens[:, None] + torch.arange(1, tokens.shape[1] + 1, device=seq_lens.device)
+        self.tokens[rows[:, None], columns] = tokens.to(torch.int32)
+        if self.recent is not None:
+            self.recent.append(rows, tokens, counts)
 
     def forget(self) -> None:
         """SGLang's cache is flushed: nothing is found any more in what requests wrote. Sync: none."""
+        self.flush()
         if self.recent is not None:
-            self.flush()
             self.recent.forget()
 
     def count(self, rows: Tensor, starts: Tensor, ends: Tensor, most: int, vocab_size: int) -> Tensor:
@@ -137,6 +140,7 @@ class RequestTexts:
             [batch, vocab_size] float32.
         Sync: none.
         """
+        self.flush()
         columns = starts[:, None] + torch.arange(most, device=starts.device)
         counts = columns < ends[:, None]
         tokens = self.tokens[rows[:, None], columns.clamp(max=self.tokens.shape[1] - 1)].long()

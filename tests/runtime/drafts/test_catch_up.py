@@ -37,12 +37,12 @@ def test_missed_and_window_together_hold_every_token_once(width, max_emitted, se
     texts = [list(range(100 * r, 100 * r + rng.randint(1, width))) for r in range(batch)]
     tokens = torch.tensor([[0] * (width - len(text)) + text for text in texts])
     window = Window(tokens, torch.tensor([len(text) for text in texts]), state_of(tokens))
-    joined = batch - 1
+    starts, joined = [len(text) for text in texts], batch - 1
     for step in range(7):
         if step == 3:
             # The last request leaves, and another takes its slot, just prefilled.
             missed.forget_rows(rows[joined : joined + 1])
-            texts[joined] = [901]
+            texts[joined], starts[joined] = [901], 1
             tokens = window.tokens.clone()
             tokens[joined] = torch.tensor([0] * (width - 1) + [901])
             window = Window(tokens, torch.cat((window.counts[:-1], torch.tensor([1]))), state_of(tokens))
@@ -54,22 +54,20 @@ def test_missed_and_window_together_hold_every_token_once(width, max_emitted, se
             new = [text[-1] + 1 + i for i in range(count)]
             text += new
             emitted[r, :count] = torch.tensor(new)
-        left, window = slide_window(window, Window(emitted, None if most == 1 else torch.tensor(counts), state_of(emitted)))
         assert missed.has_room(most)
-        missed.push(rows, left)
-        longest = max(len(text) - min(width, len(text)) for text in texts)
+        missed.push(rows, Window(emitted, None if most == 1 else torch.tensor(counts), state_of(emitted)))
+        longest = max(len(text) - start for text, start in zip(texts, starts, strict=True))
         assert missed.num_tokens == longest
     assert missed.max_tokens >= longest
-    taken = missed.take(rows)
+    left, window = slide_window(window, missed.take(rows))
+    assert left.tokens.shape[1] == longest
     for r, text in enumerate(texts):
-        count, kept = int(taken.counts[r]), int(window.counts[r])
+        count, kept = int(left.counts[r]), int(window.counts[r])
         assert kept == min(width, len(text)) and count == len(text) - kept
-        together = taken.tokens[r, taken.tokens.shape[1] - count :].tolist() + window.tokens[r, width - kept :].tolist()
-        assert together == text
-        states = taken.hidden_states[r, taken.tokens.shape[1] - count :]
+        assert left.tokens[r, :count].tolist() + window.tokens[r, width - kept :].tolist() == text
+        states = left.hidden_states[r, :count]
         assert torch.equal(states, state_of(torch.tensor(text[:count], dtype=torch.int64)).view(count, 3))
         assert torch.equal(window.hidden_states[r, width - kept :], state_of(torch.tensor(text[count:])))
-    assert taken.tokens.shape[1] == longest
     assert missed.num_tokens == 0 and missed.max_tokens >= longest
     assert missed.take(rows).tokens.shape[1] == 0
 
@@ -79,11 +77,10 @@ def test_full_windows_lose_one_token_each_step():
     missed = make_missed()
     rows, window = torch.tensor([3, 1]), Window(torch.tensor([[7, 8], [70, 80]]))
     for token in (9, 10):
-        left, window = slide_window(window, Window(torch.tensor([[token], [10 * token]])))
-        missed.push(rows, left)
-    taken = missed.take(rows)
-    assert taken.tokens.tolist() == [[7, 8], [70, 80]]
-    assert taken.counts.tolist() == [2, 2]
+        missed.push(rows, Window(torch.tensor([[token], [10 * token]])))
+    left, window = slide_window(window, missed.take(rows))
+    assert left.tokens.tolist() == [[7, 8], [70, 80]]
+    assert left.counts.tolist() == [2, 2]
     assert window.tokens.tolist() == [[9, 10], [90, 100]]
 
 
@@ -98,12 +95,9 @@ def test_what_has_not_come_in_yet_counts_as_the_most_it_can_be(monkeypatch):
 
     monkeypatch.setattr(catch_up, "HostCopy", copy_late)
     missed, rows = make_missed(max_emitted=4), torch.tensor([3, 1])
-    window = Window(torch.tensor([[7, 8], [70, 80]]))
     bounds = []
     for step, counts in enumerate(([1, 2], [4, 1], [1, 1])):
-        emitted = Window(torch.arange(8).view(2, 4), torch.tensor(counts))
-        left, window = slide_window(window, emitted)
-        missed.push(rows, left)
+        missed.push(rows, Window(torch.arange(8).view(2, 4), torch.tensor(counts)))
         if step:
             readings[step - 1].is_ready = True
         bounds.append(missed.num_tokens)
@@ -112,17 +106,17 @@ def test_what_has_not_come_in_yet_counts_as_the_most_it_can_be(monkeypatch):
     assert missed.max_tokens == 5
     taken = missed.take(rows)
     assert taken.counts.tolist() == [6, 4] and taken.tokens.shape[1] == 9
-    assert taken.tokens[0, 3:5].tolist() == [7, 8] and taken.tokens[1, 5:7].tolist() == [70, 80]
+    assert taken.tokens[0, :6].tolist() == [0, 0, 1, 2, 3, 0] and taken.tokens[1, :4].tolist() == [4, 5, 4, 4]
     assert missed.num_tokens == 0 and missed.max_tokens == 9
 
 
 def test_its_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 12 * 20 * (4 + 3 * 4))
     missed = make_missed(has_states=True)
-    rows, left = torch.tensor([0]), Window(torch.tensor([[1]]), None, torch.zeros(1, 1, 3))
+    rows, emitted = torch.tensor([0]), Window(torch.tensor([[1]]), None, torch.zeros(1, 1, 3))
     for _ in range(20):
         assert missed.has_room(1)
-        missed.push(rows, left)
+        missed.push(rows, emitted)
     assert not missed.has_room(1)
     # A few steps find room whatever they take.
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 0)

@@ -1,4 +1,4 @@
-"""What a draft missed while steps ran without it, per request slot, until its KV is caught up."""
+"""What steps without the draft emitted, per request slot, until the draft runs again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from tetris_sglang.runtime.drafts.windows import Window, align_right
+from tetris_sglang.runtime.drafts.windows import Window
 from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.ranks import Ranks
 
@@ -19,7 +19,7 @@ _MIN_STEPS = 4
 
 
 class MissedTokens:
-    """Tokens that left a request's window before a pass of the draft saw them.
+    """Tokens that no pass of the draft has seen, behind those of a request's window.
 
     How many a step emits is known on the device. The host knows it some steps later, and until then how many they are at
     most; of several ranks the first one's knowledge counts.
@@ -94,33 +94,33 @@ class MissedTokens:
             self._unread.clear()
             self._num_read = self._num_agreed = int(self._counts.max())
 
-    def push(self, rows: Tensor, left: Window) -> None:
+    def push(self, rows: Tensor, emitted: Window) -> None:
         """One step.
 
         Args:
-            rows: [batch] request slots. left: what has left their windows, from `slide_window`.
+            rows: [batch] request slots. emitted: at least one token per request, aligned to the left; counts None: one each.
         """
-        width = left.tokens.shape[1]
+        width = emitted.tokens.shape[1]
         counts = self._counts[rows]
         # What is not real is overwritten by what comes next.
         columns = counts[:, None]
         if width > 1:
             columns = columns + torch.arange(width, device=counts.device)
-        self._tokens[rows[:, None], columns] = left.tokens.to(torch.int32)
+        self._tokens[rows[:, None], columns] = emitted.tokens.to(torch.int32)
         if self._states is not None:
-            self._states[rows[:, None], columns] = left.hidden_states.to(self._states.dtype)
-        counts = counts + (1 if left.counts is None else left.counts)
+            self._states[rows[:, None], columns] = emitted.hidden_states.to(self._states.dtype)
+        counts = counts + (1 if emitted.counts is None else emitted.counts)
         self._counts[rows] = counts
         self._unread.append((HostCopy(counts.max()), width))
         self._num_agreed += width
         self._read()
 
     def take(self, rows: Tensor) -> Window:
-        """What the requests in these slots [batch] missed, aligned to the right; counts may be 0. Forgets everything."""
+        """What the requests in these slots [batch] missed, aligned to the left; counts may be 0. Forgets everything."""
         counts, width = self._counts[rows], self.num_tokens
         self._max_read = self._max_agreed = max(self._max_agreed, width)
-        states = None if self._states is None else align_right(self._states[rows, :width], counts)
-        missed = Window(align_right(self._tokens[rows, :width], counts).to(torch.int64), counts, states)
+        states = None if self._states is None else self._states[rows, :width]
+        missed = Window(self._tokens[rows, :width].to(torch.int64), counts, states)
         self._counts.zero_()
         self._unread.clear()
         self._num_read = self._num_agreed = 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tetris_sglang.runtime.drafts.catch_up import MissedTokens
 from tetris_sglang.runtime.drafts.passes import DraftPasses
-from tetris_sglang.runtime.drafts.windows import Window
+from tetris_sglang.runtime.drafts.windows import Window, align_right, slide_window
 from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.runtime.ranks import Ranks
 
@@ -37,12 +37,22 @@ class DraftKV:
             ranks=ranks,
         )
 
-    def catch_up(self, batch) -> None:
-        """Write the draft's KV of the tokens before the window that steps without the draft emitted."""
-        missed = self.missed.take(batch.req_pool_indices)
+    def catch_up(self, batch, window: Window) -> Window:
+        """The window of the texts' last tokens; writes the draft's KV of those before it.
+
+        Args:
+            window: of the last step that drafted.
+        """
+        if not self.missed.num_tokens:
+            return window
+        left, window = slide_window(window, self.missed.take(batch.req_pool_indices))
+        states = left.hidden_states
+        states = None if states is None else align_right(states, left.counts)
+        left = Window(align_right(left.tokens, left.counts), left.counts, states)
         change = 1 - self._spec.shift - self._spec.window_width
         ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + change
-        self._write(batch, missed, batch.seq_lens + change, ends_cpu)
+        self._write(batch, left, batch.seq_lens + change, ends_cpu)
+        return window
 
     def redraft_prefixes(self, batch) -> None:
         """Write the draft's KV of the ends of prefixes from the cache: their requests may have ended without drafting.

@@ -40,7 +40,7 @@ from tetris_sglang.runtime.drafts.windows import (
     make_draft_input,
     narrow_window,
     read_window,
-    slide_window,
+    replace_bonus,
 )
 from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.runtime.ranks import Ranks
@@ -186,22 +186,19 @@ class ModelDraft:
         if not self._kv.missed.has_room(1 + max_accepted):
             # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
             self._target_runner.shared_read_done_event = None
-            self._kv.catch_up(record.batch)
-        window = read_window(draft_input)
-        if self.spec.has_full_windows:
-            window = window._replace(counts=None)
+            window = self._kv.catch_up(record.batch, read_window(draft_input))
+            draft_input = make_draft_input(window, accepted.bonus_tokens)
         if max_accepted:
-            columns = torch.arange(1 + max_accepted, device=qo_indptr.device)
-            rows = (qo_indptr[:-1, None] + columns).long()
-            emitted = Window(accepted.target_tokens[:, : len(columns)], accepted.num_accepted + 1)
-        else:
-            rows = qo_indptr[:-1, None].long()
-            emitted = Window(accepted.bonus_tokens[:, None])
-        if hidden_states is not None:
-            emitted = emitted._replace(hidden_states=hidden_states[rows.clamp_(max=len(hidden_states) - 1)])
-        left, window = slide_window(window, emitted)
-        self._kv.missed.push(record.batch.req_pool_indices, left)
-        return make_draft_input(window, accepted.bonus_tokens)
+            emitted = Window(accepted.target_tokens[:, : 1 + max_accepted], accepted.num_accepted + 1)
+            if hidden_states is not None:
+                rows = (qo_indptr[:-1, None] + torch.arange(1 + max_accepted, device=qo_indptr.device)).long()
+                emitted = emitted._replace(hidden_states=hidden_states[rows.clamp_(max=len(hidden_states) - 1)])
+        else:  # every row is a root
+            batch_size = len(accepted.bonus_tokens)
+            states = None if hidden_states is None else hidden_states[:batch_size, None]
+            emitted = Window(accepted.bonus_tokens[:, None], None, states)
+        self._kv.missed.push(record.batch.req_pool_indices, emitted)
+        return replace_bonus(draft_input, accepted.bonus_tokens)
 
     def _make_input(
         self, tokens: Tensor, counts: Tensor | None, hidden_states: Tensor | None, bonus_tokens: Tensor
@@ -227,9 +224,7 @@ class ModelDraft:
 
     def _run_passes(self, batch, depth: int) -> Proposal:
         spec, passes = self.spec, self._passes
-        window = read_window(batch.spec_info)
-        if self._kv.missed.num_tokens:
-            self._kv.catch_up(batch)
+        window = self._kv.catch_up(batch, read_window(batch.spec_info))
         noise = request_noise(batch.sampling_info)
         if self._graphs is not None and self._graphs.can_run(len(batch.reqs)):
             return self._graphs.replay(window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth)

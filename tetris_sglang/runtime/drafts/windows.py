@@ -26,15 +26,24 @@ def make_draft_input(window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
     """What one step hands to the next one, in the fields that SGLang's relay carries between iterations.
 
     Args:
-        bonus_tokens: [batch] the last tokens of the windows; SGLang reads them.
+        bonus_tokens: [batch] the last tokens of the texts; SGLang reads them.
     """
     batch = window.tokens.shape[0]
     counts = window.tokens.new_full((batch,), window.tokens.shape[1]) if window.counts is None else window.counts
-    hidden_states = window.hidden_states
+    states = None if window.hidden_states is None else window.hidden_states.flatten(1)
+    return _make_draft_input(counts.to(torch.float32).unsqueeze(1), window.tokens, states, bonus_tokens)
+
+
+def replace_bonus(draft_input: EagleDraftInput, bonus_tokens: Tensor) -> EagleDraftInput:
+    """After a step without the draft: the window stays, and `MissedTokens` has what comes behind it."""
+    return _make_draft_input(draft_input.topk_p, draft_input.topk_index, draft_input.hidden_states, bonus_tokens)
+
+
+def _make_draft_input(counts: Tensor, tokens: Tensor, hidden_states: Tensor | None, bonus_tokens: Tensor) -> EagleDraftInput:
     return EagleDraftInput(
-        topk_p=counts.to(torch.float32).unsqueeze(1),
-        topk_index=window.tokens,
-        hidden_states=None if hidden_states is None else hidden_states.flatten(1),
+        topk_p=counts,
+        topk_index=tokens,
+        hidden_states=hidden_states,
         bonus_tokens=bonus_tokens,
         num_tokens_per_req=1,
         num_tokens_for_logprob_per_req=1,
@@ -43,7 +52,7 @@ def make_draft_input(window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
 
 
 def read_window(draft_input: EagleDraftInput) -> Window:
-    """The inverse of `make_draft_input`."""
+    """The window of `make_draft_input`."""
     tokens, hidden_states = draft_input.topk_index, draft_input.hidden_states
     return Window(
         tokens,
@@ -63,7 +72,7 @@ def align_right(values: Tensor, counts: Tensor) -> Tensor:
     """Shift each row so that its first `counts` entries stand last; what comes before them is arbitrary.
 
     Args:
-        values: [batch, width, ...]. counts: [batch] integers, 1..width.
+        values: [batch, width, ...]. counts: [batch] integers, 0..width.
     Example: [[1, 2, 0, 0]], [2] -> [[.., .., 1, 2]]
     """
     width = values.shape[1]
@@ -94,12 +103,12 @@ def make_window_input(window: Window, positions: Tensor) -> EagleDraftExtendInpu
 
 
 def slide_window(window: Window, emitted: Window) -> tuple[Window, Window]:
-    """The window after a step in which the draft did not run: as many tokens leave it as it has no room for.
+    """The window after steps in which the draft did not run: as many tokens leave it as it has no room for.
 
     Args:
-        emitted: what the step emitted, at least one token per request, aligned to the left; counts None: one each.
+        emitted: what those steps emitted, aligned to the left.
     Returns:
-        What has left the window, aligned to the left, as wide as `emitted`; and the window.
+        What has left the window, aligned to the left, as wide as `emitted`; and the window. Both have counts.
     Example: window [[7, 8]], emitted [[9, 4, 0]], counts [2] -> [[7, 8, ..]], counts [2]; [[9, 4]]
     """
     width = window.tokens.shape[1]
@@ -108,10 +117,6 @@ def slide_window(window: Window, emitted: Window) -> tuple[Window, Window]:
         None,
         None if window.hidden_states is None else torch.cat((window.hidden_states, emitted.hidden_states), dim=1),
     )
-    if emitted.counts is None:
-        left_counts = None if window.counts is None else window.counts == width
-        counts = None if window.counts is None else (window.counts + 1).clamp(max=width)
-        return _take_columns(both, slice(0, 1), left_counts), _take_columns(both, slice(1, None), counts)
     total = emitted.counts + (width if window.counts is None else window.counts)
     columns = torch.arange(both.tokens.shape[1], device=total.device)
     first_real = (width + emitted.counts - total)[:, None]
@@ -120,11 +125,9 @@ def slide_window(window: Window, emitted: Window) -> tuple[Window, Window]:
     return left, kept
 
 
-def _take_columns(window: Window, columns: slice | Tensor, counts: Tensor | None) -> Window:
-    """Args: columns: for all rows, or [batch, n] integers; beyond the last one stands for the last one."""
+def _take_columns(window: Window, columns: Tensor, counts: Tensor) -> Window:
+    """Args: columns: [batch, n] integers; beyond the last one stands for the last one."""
     tokens, states = window.tokens, window.hidden_states
-    if isinstance(columns, slice):
-        return Window(tokens[:, columns], counts, None if states is None else states[:, columns])
     columns = columns.long().clamp_(max=tokens.shape[1] - 1)
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     return Window(tokens.gather(1, columns), counts, None if states is None else states[rows, columns])
