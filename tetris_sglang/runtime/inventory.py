@@ -280,8 +280,14 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_FORWARD + "forward_context.forward_context", ("ctx", "forward_batch"), "one backend per draft pass"),
     Symbol(
         _FORWARD + "model_runner.ModelRunner",
-        ("attn_backend", "forward", "model", "model_config", "sampler"),
+        ("attn_backend", "forward", "model", "model_config", "prefill_cuda_graph_runner", "sampler"),
         "both models; the draft's passes call its model",
+    ),
+    Symbol(_FORWARD + "runner.EagerRunner", (), "a draft's prefill without a graph can end early"),
+    Symbol(
+        _SRT + "layers.attention.base_attn_backend.AttentionBackend.forward",
+        ("q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
+        "a draft's prefill ends in the last layer's",
     ),
     Symbol(_FORWARD + "model_runner.ModelRunner.forward", ("forward_batch",), "the draft's prefill"),
     Symbol(
@@ -362,6 +368,13 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("tgt_loc", "src_loc"),
         "accepted tree nodes, and branches of a draft's tree",
     ),
+    Symbol(_SRT + "mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), "where the last layer of a draft writes"),
+    Symbol(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k", "cache_v"),
+        "what the last layer of a draft writes",
+    ),
+    Symbol(_SRT + "layers.radix_attention.RadixAttention", ("layer_id",), "which layer of a draft is the last"),
     Symbol(
         _SRT + "mem_cache.memory_pool.MHATokenToKVPool",
         ("data_ptrs", "data_strides", "k_buffer", "kv_cache_layout", "native_k_scale_buffer", "v_buffer"),

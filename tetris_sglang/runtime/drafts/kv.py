@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.runtime.drafts.catch_up import MissedTokens
+from tetris_sglang.runtime.drafts.kv_only import KVOnlyPasses
 from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.windows import Window, align_right, slide_window
 from tetris_sglang.runtime.host_copy import send
@@ -27,6 +28,7 @@ class DraftKV:
 
     def __init__(self, passes: DraftPasses, state_size: int | None, ranks: Ranks) -> None:
         self._passes, self._spec = passes, passes.spec
+        self._kv_only = KVOnlyPasses(passes.runner)
         table = passes.runner.req_to_token_pool.req_to_token
         self.missed = MissedTokens(
             table.shape[0],
@@ -54,7 +56,17 @@ class DraftKV:
         self._write(batch, left, batch.seq_lens + change, ends_cpu)
         return window
 
-    def redraft_prefixes(self, batch) -> None:
+    def prefill(self, batch, forward_batch) -> None:
+        """Write the draft's KV of an extend batch.
+
+        Args:
+            batch: the ScheduleBatch. forward_batch: the draft's.
+        """
+        self._redraft_prefixes(batch)
+        self._kv_only.prefill(forward_batch)
+        self.missed.forget_rows(batch.req_pool_indices)
+
+    def _redraft_prefixes(self, batch) -> None:
         """Write the draft's KV of the ends of prefixes from the cache: their requests may have ended without drafting.
 
         A head would need the target's states there, which nobody keeps.
@@ -111,4 +123,4 @@ class DraftKV:
             forward_batch.input_ids = part.tokens.reshape(-1)
             forward_batch.positions = positions.reshape(-1)
             forward_batch.out_cache_loc = slots.reshape(-1)
-            self._passes.forward(forward_batch, self._passes.runner.attn_backend)
+            self._kv_only.write(forward_batch, self._passes.forward)

@@ -139,9 +139,7 @@ class ModelDraft:
             kv_loc_plan=kv_loc_plan,
         )
         forward_batch.return_logprob = False
-        self._kv.redraft_prefixes(batch)
-        self.runner.forward(forward_batch)
-        self._kv.missed.forget_rows(batch.req_pool_indices)
+        self._kv.prefill(batch, forward_batch)
 
         # One token's KV is still missing, or (the shifted one) was just written and is written again.
         known = torch.stack((input_ids[last_rows].to(torch.int64), next_token_ids.to(torch.int64)), dim=1)
