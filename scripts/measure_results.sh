@@ -33,7 +33,7 @@ compare() { # NAME, temperature, then the workload's options
 }
 
 useless() { # workload, loads
-    measure "real-text/$1-0-useless" --arms none,auto,sglang --drafts useless --k $HEAD_K --workload "$1" --concurrency "$2"
+    measure "real-text/$1-0-useless" --arms none,control,auto,sglang --drafts useless --k $HEAD_K --workload "$1" --concurrency "$2"
 }
 
 compare sharegpt-0 0 --workload sharegpt --concurrency 1,4,8,16,32

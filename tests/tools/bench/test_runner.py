@@ -161,6 +161,21 @@ def test_automatic_arms_lead_their_drafts_and_start_alone(tmp_path, monkeypatch)
     assert recorder.started == [1, 1, 3]
 
 
+def test_every_repeat_has_fresh_servers_and_a_control_speculates_no_more_than_the_reference(tmp_path, monkeypatch):
+    settings = make_settings(
+        arms="none,control,sglang", k="2", capacity_tokens="none", concurrency="1,4", live_servers=8, repeats=3
+    )
+    arms = settings.build_arms()
+    assert [(arm.name, arm.flags("draft", True)[:2]) for arm in arms] == [
+        ("none", []), ("control", []), ("EAGLE3 k=2", ["--speculative-algorithm", "EAGLE3"]),
+    ]  # fmt: skip
+    recorder = Recorder(monkeypatch)
+    file = ResultsFile(tmp_path / "serving.json", settings, arms, resume=False)
+    Bench(settings, file, Models("target", {"eagle3": "head"}), PROMPTS, tmp_path).run(group_arms(arms, 8))
+    assert recorder.started == [3, 3, 3]
+    assert [s["concurrency"] for s in file.results["samples"]] == 3 * ([1] * 3 + [4] * 3)
+
+
 def test_without_resume_earlier_samples_are_dropped(interrupted):
     path, settings, arms = interrupted
     assert ResultsFile(path, settings, arms, resume=False).results["samples"] == []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-REFERENCE = "none"
-FAMILIES = (REFERENCE, "sglang", "adaptive", "full", "tetris", "uniform", "random", "auto")
-"""sglang: SGLang's own speculation with the arm's draft."""
+REFERENCE, CONTROL = "none", "control"
+FAMILIES = (REFERENCE, CONTROL, "sglang", "adaptive", "full", "tetris", "uniform", "random", "auto")
+"""control: a second server without speculation, whose ratio to the first shows chance alone. sglang: SGLang's own speculation
+with the arm's draft."""
 HEADS = ("eagle3", "eagle")
 DRAFTS = (*HEADS, "ngram", "standalone", "useless")
 """useless: the eagle3 head as sure as ever, its tokens mixed up."""
@@ -36,8 +37,8 @@ class Arm:
 
     @property
     def name(self) -> str:
-        if self.family == REFERENCE:
-            return REFERENCE
+        if not self.speculates:
+            return self.family
         name = f"{self.family} {self.draft}"
         if self.family == "sglang":
             name = self.algorithm + (" useless" if self.draft == "useless" else "")
@@ -55,6 +56,10 @@ class Arm:
         return f"{name} k={self.k}" + (f"+{self.extra}" if self.extra else "")
 
     @property
+    def speculates(self) -> bool:
+        return self.family not in (REFERENCE, CONTROL)
+
+    @property
     def algorithm(self) -> str:
         """SGLang's own with this draft."""
         return "EAGLE3" if self.draft == "useless" else self.draft.upper()
@@ -65,7 +70,7 @@ class Arm:
         Args:
             draft: the draft's folder; None for n-grams.
         """
-        if self.family == REFERENCE:
+        if not self.speculates:
             return []
         model = ["--speculative-draft-model-path", draft] if draft else []
         if self.family == "adaptive":

@@ -239,7 +239,7 @@ def _compare(settings: Settings, out: Path, resume: bool, step_picture: bool, co
     file = ResultsFile(out, settings, arms, resume=resume)
     with _terminated_as_interrupt(), tempfile.TemporaryDirectory(prefix="tetris-bench-") as name:
         folder = Path(name)
-        needed = {arm.draft for arm in arms if arm.family != REFERENCE}
+        needed = {arm.draft for arm in arms if arm.speculates}
         models = find_models(settings, needed, folder)
         temperature = settings.temperature[0]
         dataset = workload.arguments(1, 0, temperature, folder)
@@ -249,7 +249,7 @@ def _compare(settings: Settings, out: Path, resume: bool, step_picture: bool, co
             *(
                 f"{arm.name}: {shlex.join(arm.flags(models.drafts[arm.draft], settings.phase_times))}"
                 for arm in arms
-                if not models.find_obstacle(arm) and arm.family != REFERENCE
+                if not models.find_obstacle(arm) and arm.speculates
             ),
         ):
             console.print(line, soft_wrap=True, highlight=False, markup=False)

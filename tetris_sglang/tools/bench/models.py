@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from tetris_sglang.tools.bench.arms import REFERENCE, Arm
+from tetris_sglang.tools.bench.arms import Arm
 from tetris_sglang.tools.bench.settings import Settings
 from tetris_sglang.tools.real_model import ensure_target, find_head
 
@@ -19,7 +19,7 @@ class Models(NamedTuple):
 
     def find_obstacle(self, arm: Arm) -> str | None:
         """Why the arm has no draft, if so."""
-        if arm.family == REFERENCE or arm.draft in self.drafts:
+        if not arm.speculates or arm.draft in self.drafts:
             return None
         return f"there is no {arm.draft} draft for this target: give --draft {arm.draft}=PATH"
 

@@ -26,6 +26,7 @@ from tetris_sglang.tools.bench.results import Results
 from tetris_sglang.trace import Trace
 
 _STYLES = {
+    "control": ("tab:gray", ".", ":"),
     "sglang": ("tab:orange", "s", "--"),
     "adaptive": ("tab:brown", "P", "--"),
     "full": ("tab:gray", "v", "--"),

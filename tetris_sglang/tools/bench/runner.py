@@ -1,7 +1,8 @@
 """Takes every run of a comparison that is still missing.
 
 Several servers are up at once, all but the measured one frozen, and every repeat visits all of them, in whole runs or in
-turns of seconds, so that a change of the machine's speed meets every arm alike.
+turns of seconds, so that a change of the machine's speed meets every arm alike. Every repeat has fresh servers: two of one
+configuration differ by some percent as long as they live, by where their memory lies.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Bench:
                 self._run_group(number, group, missing, bar)
 
     def _plan(self, groups: Sequence[Sequence[Arm]], rounds: Sequence[Round]) -> list[tuple[int, Sequence[Arm], list[Round]]]:
-        """(number, arms, missing rounds) of every group that lacks any; one by one each arm stands for itself."""
+        """(number, arms, missing rounds) of every repeat of a group that lacks any; one by one each arm stands for itself."""
         file = self.file
         if self.settings.one_by_one:
             arms = [arm for arm in groups[0] if not file.is_unavailable(arm)]
@@ -73,7 +74,9 @@ class Bench:
             file.drop_incomplete(groups)
             candidates = [(number, group, file.has_round) for number, group in enumerate(groups)]
         plan = [
-            (number, group, [where for where in rounds if not has(_key(number, where))]) for number, group, has in candidates
+            (number, group, [where for where in rounds if where[0] == repeat and not has(_key(number, where))])
+            for repeat in range(self.settings.repeats)
+            for number, group, has in candidates
         ]
         return [(number, group, missing) for number, group, missing in plan if missing]
 

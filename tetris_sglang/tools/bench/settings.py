@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from tetris_sglang.config import SETTINGS, default_extension
-from tetris_sglang.tools.bench.arms import DRAFTS, FAMILIES, HEADS, REFERENCE, Arm
+from tetris_sglang.tools.bench.arms import CONTROL, DRAFTS, FAMILIES, HEADS, REFERENCE, Arm
 from tetris_sglang.tools.bench.workloads import LENGTHS, WORKLOADS, Load
 
 QUICK = {
@@ -92,7 +92,7 @@ class Settings:
 
     def build_arms(self) -> list[Arm]:
         """The reference first, then k by k: what is compared at equal k shares a group of live servers."""
-        arms = [Arm(REFERENCE)]
+        arms = [Arm(REFERENCE)] + ([Arm(CONTROL)] if CONTROL in self.families else [])
         if "adaptive" in self.families:
             # It changes the depth of chains from an EAGLE head, and knows no other draft.
             heads = [draft for draft in self.drafts if draft in HEADS] or [HEADS[0]]
