@@ -50,13 +50,15 @@ class Stage:
 
 STAGES = (
     Stage("a", "versions, imports, one FlashInfer plan", "device_checks:check_environment"),
-    Stage("b", "kernel parity and speed", "device_checks:check_kernels"),
     Stage("c", "ragged attention against float64", "device_checks:check_attention"),
     Stage("d", "servers: greedy parity, sampling, metrics", "server_checks:check_server"),
-    Stage("e", "throughput", "server_checks:check_throughput", resumes_from="serving.json"),
-    Stage("f", "memory and graph capture", "server_checks:check_graphs"),
     Stage("g", "servers: trees, heads, n-grams", "server_checks:check_drafts"),
+    Stage("e", "throughput", "server_checks:check_throughput", resumes_from="serving.json"),
+    Stage("h", "throughput on a real model", "server_checks:check_real_model", resumes_from="real.json"),
+    Stage("b", "kernel parity and speed", "device_checks:check_kernels"),
+    Stage("f", "memory and graph capture", "server_checks:check_graphs"),
 )
+"""In the order of what the first minutes should answer: does it start, is it right, is it faster, what does it take."""
 
 
 def choose_stages(letters: str) -> list[Stage]:

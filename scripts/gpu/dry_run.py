@@ -2,7 +2,7 @@
 
 A CUDA that computes on the host (host_cuda/) looks like one H100. Servers take the path that they take on a GPU: SGLang's graph
 runners, FlashInfer's plans, Triton's kernels, captured graphs that are replayed. What they write is held against the target in
-float32.
+float32, what they accept against the CPU platform, what a step asks of the host against nothing to wait for.
 
 Not shown: what the real kernels compute and round on a device, streams that run side by side, memory that graphs take, speed.
 """
@@ -16,97 +16,84 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
+import ledger
 import requests
 import typer
+from cases import GREEDY, TIMEOUT_S, Case
+from dry_arms import ARMS, PAIR, QUICK, REPOSITORY, TARGET, Arm, on_cpu, prepare
+from host_cuda.environment import build, environment
+from mutations import MUTATIONS
+from proof import Reference
 from rich.console import Console
 from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "gpu")]
-
-from host_cuda.environment import build, environment
-from proof import MAX_REGRET, Reference
-
-from tetris_sglang.tools.load import DraftCounts, count_drafts
+from tetris_sglang.tools.load import count_drafts
 from tetris_sglang.tools.server_process import ServerFailed, ServerProcess
 
-PAIR = REPOSITORY / "tests" / "pair"
 BUILD = REPOSITORY / "build"
-BATCH_SIZES = (1, 2, 4)
-NUM_STEPS = 4
-NUM_PROMPTS, NUM_TOKENS = 12, 16
-LOADS = (1, 3, 8)
-"""8 is beyond the captured sizes."""
-START_TIMEOUT_S, REQUEST_TIMEOUT_S = 900.0, 900.0
-MIN_P = 1e-3
-
-COMMON = [
-    *("--model-path", str(PAIR / "target"), "--dtype", "bfloat16", "--device", "cuda"),
-    *("--attention-backend", "flashinfer", "--sampling-backend", "flashinfer"),
-    *("--max-running-requests", "8", "--max-total-tokens", "4096"),
-    *("--cuda-graph-bs-decode", *map(str, BATCH_SIZES), "--disable-prefill-cuda-graph"),
-    *("--mem-fraction-static", "0.5", "--sleep-on-idle", "--random-seed", "7", "--watchdog-timeout", "3600"),
-]
-TETRIS = [*COMMON, "--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(NUM_STEPS)]
-STANDALONE = ["--speculative-draft-model-path", str(PAIR / "draft")]
-FIXED = ["--speculative-tetris-capacity-per-request", "2"]
-ARMS = {
-    "none": COMMON,
-    "fixed": [*TETRIS, *STANDALONE, *FIXED],
-    "host plan": [*TETRIS, *STANDALONE, *FIXED, "--speculative-tetris-verify-plan", "host"],
-    "eager": [*TETRIS, *STANDALONE, *FIXED, "--speculative-tetris-verify-plan", "eager"],
-    "auto": [*TETRIS, *STANDALONE],
-    "tree": [*TETRIS, *STANDALONE, "--speculative-tetris-capacity-per-request", "3", "--speculative-eagle-topk", "2"],
-    "eagle3": [
-        *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-tetris-capacity-per-request", "3",
-        "--speculative-eagle-topk", "2",
-    ],
-    "ngram": [*TETRIS, *FIXED],
-}  # fmt: skip
-
-
 CHECKS = "checks"
+NUM_PROMPTS = 12
+START_TIMEOUT_S = 900.0
+MAX_LOST = 0.05
+"""Of the drafts accepted per step on the CPU platform, those that rounding and other capacities may cost."""
 
 
-class Answer(NamedTuple):
-    output_ids: list[int]
-    meta_info: dict
-
-
-def ask(url: str, prompts: list[str], concurrency: int, temperature: float) -> list[Answer]:
-    def complete(prompt: str) -> Answer:
-        sampling = {"temperature": temperature, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-        answer = requests.post(f"{url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=REQUEST_TIMEOUT_S)
-        answer.raise_for_status()
-        return Answer(answer.json()["output_ids"], answer.json()["meta_info"])
-
-    with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(complete, prompts))
-
-
-def run_arm(name: str, folder: Path, reference: Reference, prompts: list[str]) -> dict:
-    """Start a server, let it answer at every load, greedily and drawn, and judge what it wrote."""
-    log, started_at = folder / f"{name.replace(' ', '-')}.log", time.monotonic()
-    variables = environment(BUILD / "host-cuda") | {"HOST_CUDA_LEDGER": str(folder / "ledger" / name.replace(" ", "-"))}
-    row: dict = {"arm": name, "error": None, "runs": []}
+def run_arm(name: str, arm: Arm, folder: Path, reference: Reference, prompts: list[str]) -> dict:
+    """Start a server, ask it all of the arm's cases, and judge what it wrote."""
+    stem, started_at = name.replace(" ", "-"), time.monotonic()
+    log = folder / f"{stem}.log"
+    row: dict = {"arm": name, "error": None, "cases": [], "lost": None}
     try:
-        with ServerProcess(ARMS[name], log, environment=variables, start_timeout_s=START_TIMEOUT_S) as server:
+        flags, variables = prepare(arm, folder)
+        computing = environment(BUILD / "host-cuda", arm.num_devices) | {"HOST_CUDA_LEDGER": str(folder / "ledger" / stem)}
+        if arm.has_streams_checked:
+            computing["HOST_CUDA_STREAMS"] = "1"
+        if "PYTHONPATH" in variables:
+            computing["PYTHONPATH"] += os.pathsep + variables["PYTHONPATH"]
+        shutil.rmtree(folder / "ledger" / stem, ignore_errors=True)
+        with ServerProcess(flags, log, environment=computing, start_timeout_s=START_TIMEOUT_S) as server:
             row["start_s"] = round(server.start_seconds, 1)
-            for load, temperature in [*((load, 0.0) for load in LOADS), (LOADS[1], 1.0)]:
-                requests.post(f"{server.url}/flush_cache", timeout=REQUEST_TIMEOUT_S).raise_for_status()
-                answers = ask(server.url, prompts, load, temperature)
-                row["runs"].append(judge(answers, prompts, reference, load, temperature))
+            asked, answers = prompts, []
+            for case in arm.cases:
+                if case.goes_on:
+                    asked = [prompt + answer.text for prompt, answer in zip(asked, answers, strict=True)]
+                else:
+                    asked = prompts
+                    requests.post(f"{server.url}/flush_cache", params={"timeout": 60}, timeout=TIMEOUT_S).raise_for_status()
+                answers = case.ask(server.url, asked)
+                drafts = count_drafts(answer.meta_info for answer in answers)
+                row["cases"].append({
+                    "case": case.name, "temperature": case.sampling.get("temperature", 0),
+                    **case.judge(reference, asked, answers)._asdict(),
+                    "steps": drafts.verify_steps, "selected": drafts.selected, "accepted": drafts.accepted,
+                })  # fmt: skip
+                # While batches are of captured sizes; larger ones run eagerly, and FlashInfer's planning waits then.
+                if case is GREEDY[1] and "ledger" not in row and (costs := ledger.read(folder / "ledger" / stem)) is not None:
+                    row["ledger"] = costs._asdict()
+        if arm.has_twin:
+            row["lost"] = measure_lost(on_cpu(flags), folder / f"{stem}-cpu.log", prompts, row["cases"][0])
+        row["races"] = json.loads((folder / "ledger" / stem / "races.json").read_text())
     except (ServerFailed, OSError, requests.RequestException) as error:
         row["error"] = f"{type(error).__name__}: {str(error)[-300:]} (see {log})"
-    text = log.read_text(errors="replace")
+    text = log.read_text(errors="replace") if log.exists() else ""
     row["tracebacks"] = text.count("Traceback (most recent call last)")
     row["not computed"] = text.count("host CUDA: nobody computes")
+    row["not tested"] = bool(arm.must_log) and arm.must_log not in text
     row["seconds"] = round(time.monotonic() - started_at, 1)
     return row
+
+
+def measure_lost(flags: list[str], log: Path, prompts: list[str], here: dict) -> float:
+    """Of the drafts accepted per step on the CPU platform, one request at a time, the share that is not accepted here."""
+    alone: Case = GREEDY[0]
+    assert here["case"] == alone.name
+    with ServerProcess(flags, log, environment={"OMP_NUM_THREADS": "1"}, start_timeout_s=START_TIMEOUT_S) as server:
+        there = count_drafts(answer.meta_info for answer in alone.ask(server.url, prompts))
+    expected = there.accepted / there.verify_steps
+    return 1 - here["accepted"] / here["steps"] / expected if expected else 0.0
 
 
 def run_checks(folder: Path) -> dict:
@@ -119,71 +106,127 @@ def run_checks(folder: Path) -> dict:
     stages = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
     failed = [f"stage {stage['stage']}: {stage['error'] or 'see its log'}" for stage in stages if stage["status"] != "passed"]
     error = "; ".join(failed) or (None if stages else "no stage ran")
-    seconds = round(time.monotonic() - started_at, 1)
-    return {"arm": CHECKS, "error": error, "runs": [], "tracebacks": 0, "not computed": 0, "seconds": seconds}
+    return {"arm": CHECKS, "error": error, "cases": [], "seconds": round(time.monotonic() - started_at, 1)}
 
 
-def judge(answers: list[Answer], prompts: list[str], reference: Reference, load: int, temperature: float) -> dict:
-    outputs = [answer.output_ids for answer in answers]
-    drafts: DraftCounts = count_drafts(answer.meta_info for answer in answers)
-    run = {"load": load, "temperature": temperature, "selected": drafts.selected, "accepted": drafts.accepted}
-    if temperature:
-        p = reference.judge_draws(prompts, outputs)
-        return run | {"p": p, "holds": p > MIN_P}
-    greedy = reference.judge_greedy(prompts, outputs)
-    return run | greedy._asdict() | {"holds": greedy.regret <= MAX_REGRET["bfloat16"]}
+def find_faults(row: dict, arm: Arm | None = None) -> list[str]:
+    """What does not hold.
+
+    Args:
+        arm: that was run; None: the row's.
+    """
+    if row["error"]:
+        return [row["error"]]
+    faults = [f"{case['case']}: {case['says']}" for case in row["cases"] if not case["holds"]]
+    faults += [f"{row[what]} {what}" for what in ("tracebacks", "not computed") if row.get(what)]
+    if row["arm"] == CHECKS:
+        return faults
+    arm = arm or ARMS[row["arm"]]
+    if row["not tested"]:
+        faults.append(f"nothing was tested: its log does not say {arm.must_log!r}")
+    if (rate := measure_success(row)) is not None and rate < arm.min_success:
+        faults.append(f"{rate:.2f} of what was verified was accepted, not {arm.min_success}")
+    if (row["lost"] or 0) > MAX_LOST:
+        faults.append(f"{row['lost']:.0%} fewer drafts accepted than on the CPU platform")
+    faults += [f"{count} times {race}, in no order" for race, count in row.get("races", {}).items()]
+    if "TETRIS" in arm.flags and GREEDY[1] in arm.cases:
+        costs = row.get("ledger") or {"waits": {"no decode step was counted": 1}}
+        faults += [f"a step waits: {what}, {count:.2f} a step" for what, count in costs["waits"].items()]
+    return faults
 
 
-def is_fine(row: dict) -> bool:
-    return not (row["error"] or row["tracebacks"] or row["not computed"]) and all(run["holds"] for run in row["runs"])
+def measure_success(row: dict) -> float | None:
+    """Of the drafts verified for greedy requests, the share accepted."""
+    greedy = [case for case in row["cases"] if not case["temperature"]]
+    selected = sum(case["selected"] for case in greedy)
+    return sum(case["accepted"] for case in greedy) / selected if selected else None
 
 
 def draw_table(rows: list[dict]) -> Table:
     table = Table(title="On a CUDA that computes on the host", title_justify="left", box=None, pad_edge=False)
-    for column in ("arm", "up after", "own tokens", "worst regret", "drawn: p", "accepted of selected", "verdict"):
+    for column in ("arm", "seconds", "same text", "worst regret", "drawn: p", "accepted", "lost", "verdict"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        greedy = [run for run in row["runs"] if not run["temperature"]]
-        drawn = [run for run in row["runs"] if run["temperature"]]
+        greedy = [case for case in row["cases"] if case["num_tokens"]]
+        rate = measure_success(row)
         table.add_row(
             row["arm"],
-            f"{row['start_s']} s" if "start_s" in row else "",
-            f"{sum(run['num_best'] for run in greedy)} of {sum(run['num_tokens'] for run in greedy)}" if greedy else "",
-            f"{max(run['regret'] for run in greedy):.3f}" if greedy else "",
-            ", ".join(f"{run['p']:.3f}" for run in drawn),
-            f"{sum(run['accepted'] for run in row['runs'])} of {sum(run['selected'] for run in row['runs'])}" if greedy else "",
-            "holds"
-            if is_fine(row)
-            else row["error"] or f"fails: {row['tracebacks']} tracebacks, {row['not computed']} not computed",
+            f"{row['seconds']:.0f}",
+            f"{sum(case['num_best'] for case in greedy)} of {sum(case['num_tokens'] for case in greedy)}" if greedy else "",
+            f"{max(case['regret'] for case in greedy):.3f}" if greedy else "",
+            ", ".join(f"{case['p']:.3f}" for case in row["cases"] if case["p"] is not None),
+            "" if rate is None else f"{rate:.2f}",
+            "" if row.get("lost") is None else f"{row['lost']:.2f}",
+            "; ".join(find_faults(row)) or "holds",
         )
     return table
 
 
+def draw_ledger(rows: list[dict]) -> Table:
+    table = Table(title="A decode step, on average", title_justify="left", box=None, pad_edge=False)
+    columns = ("launches", "graph_launches", "in_graphs", "host_plans", "pinned_copies", "pageable_copies", "syncs")
+    for column in ("arm", *(name.replace("_", " ") for name in columns), "launches are"):
+        table.add_column(column, overflow="fold")
+    for row in (row for row in rows if row.get("ledger")):
+        costs = row["ledger"]
+        callers = ", ".join(f"{name} {count:.0f}" for name, count in list(costs["callers"].items())[:5])
+        table.add_row(row["arm"], *(f"{costs[name]:.1f}" for name in columns), callers)
+    return table
+
+
+def run_mutations(folder: Path, reference: Reference, prompts: list[str], console: Console) -> list[str]:
+    """Bend one line after the other. Returns the mutations that nothing found."""
+    table = Table(title="Mutations", title_justify="left", box=None, pad_edge=False)
+    for column in ("mutation", "arm", "found by"):
+        table.add_column(column, overflow="fold")
+    survivors = []
+    for number, (name, mutation) in enumerate(MUTATIONS.items()):
+        console.print(f"{number + 1} of {len(MUTATIONS)}: {name}", highlight=False)
+        arm = mutation.apply()
+        (folder / "mutation").mkdir(exist_ok=True)
+        row = run_arm(f"mutation {number + 1}", arm, folder / "mutation", reference, prompts)
+        faults = [] if row["not tested"] else find_faults(row, arm)
+        if not faults:
+            survivors.append(name)
+        table.add_row(name, mutation.arm, faults[0] if faults else "it did not land" if row["not tested"] else "nobody")
+    console.print(table)
+    return survivors
+
+
 def main(
     arms: Annotated[str, typer.Option(help=f"Of {', '.join([*ARMS, CHECKS])}.")] = ",".join([*ARMS, CHECKS]),
+    quick: Annotated[bool, typer.Option(help=f"{', '.join(QUICK)} alone: minutes.")] = False,
     out: Annotated[Path, typer.Option(help="Logs, ledgers and a summary.")] = BUILD / "gpu-dry-run",
     resume: Annotated[bool, typer.Option(help="Keep the arms that hold.")] = False,
+    mutations: Annotated[bool, typer.Option(help="Instead: bend the path line by line; each fault must be found.")] = False,
 ) -> None:
     """Run the CUDA path of real servers on a machine without a GPU."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves `with` blocks, and so ends the server
     console = Console(width=None if sys.stdout.isatty() else 160)
-    chosen = arms.split(",")
+    chosen = list(QUICK) if quick else arms.split(",")
     if unknown := set(chosen) - {*ARMS, CHECKS}:
         raise typer.BadParameter(f"no such arm: {', '.join(sorted(unknown))}", param_hint="--arms")
     out.mkdir(parents=True, exist_ok=True)
     build(BUILD / "host-cuda")
     summary = out / "summary.json"
-    kept = {row["arm"]: row for row in json.loads(summary.read_text()) if is_fine(row)} if resume and summary.exists() else {}
-    reference = Reference(PAIR / "target")
+    kept = {}
+    if resume and summary.exists():
+        kept = {row["arm"]: row for row in json.loads(summary.read_text()) if not find_faults(row)}
+    reference = Reference(TARGET)
     prompts = [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]]
+    if mutations:
+        raise typer.Exit(bool(run_mutations(out, reference, prompts, console)))
     rows = []
-    for name in chosen:
+    for number, name in enumerate(chosen):
         if name not in kept:
-            console.print(f"{name}: {out / name.replace(' ', '-')}.log", highlight=False, soft_wrap=True)
-        rows.append(kept.get(name) or (run_checks(out) if name == CHECKS else run_arm(name, out, reference, prompts)))
+            console.print(f"{number + 1} of {len(chosen)}, {name}: {out / name.replace(' ', '-')}.log", highlight=False)
+        row = kept.get(name) or (run_checks(out) if name == CHECKS else run_arm(name, ARMS[name], out, reference, prompts))
+        for fault in find_faults(row):
+            console.print(f"  {fault}", highlight=False, markup=False)
+        rows.append(row)
         summary.write_text(json.dumps(rows, indent=1) + "\n")
-    console.print(draw_table(rows))
-    raise typer.Exit(not all(map(is_fine, rows)))
+    console.print(draw_table(rows), draw_ledger(rows))
+    raise typer.Exit(any(map(find_faults, rows)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from typing import Any
 from stage_report import ON_HOST_CUDA, PAIR, REPOSITORY, Report, log, recorded, run_child
 
 from tests.e2e.client import Client
+from tetris_sglang.tools.fetch import NotFetched
+from tetris_sglang.tools.prompts import RESULTS, read_sharegpt
+from tetris_sglang.tools.real_model import ensure_target
 from tetris_sglang.tools.server_process import ServerFailed, ServerProcess
 
 # Hopper's own FA3 is not in the bundle.
@@ -218,13 +221,34 @@ def check_throughput(report: Report) -> None:
     """`tetris-sglang bench` on the inflated pair, one server at a time; it resumes by itself."""
     if ON_HOST_CUDA:
         raise RuntimeError("there is no speed on the host")
-    results = report.path.parent / "serving.json"
     target, draft = inflate_pair()
     options = (
         f"--resume --model-path {target} --draft standalone={draft} --dtype bfloat16 --live-servers 1 --repeats 1 "
         "--arms none,sglang,tetris,auto --k 1,2,3,4,5 --extra 2 --capacity-tokens 64,256 --num-steps 5 --workload questions "
         "--concurrency 1,4,16,64,256 --temperature 0 --output-len 64 --prompts 8"
     )
+    _bench(report, report.path.parent / "serving.json", options)
+
+
+def check_real_model(report: Report) -> None:
+    """The same on SmolLM2-135M-Instruct and real prompts, with its EAGLE-3 head, where they can be fetched."""
+    if ON_HOST_CUDA:
+        raise RuntimeError("there is no speed on the host")
+    try:
+        ensure_target()
+        read_sharegpt(RESULTS)
+    except NotFetched as error:
+        # A host without a network says nothing about it, and the other stages do without.
+        report.record("not fetched", str(error))
+        return
+    options = (
+        "--resume --dtype bfloat16 --live-servers 1 --repeats 1 --arms none,control,sglang,auto --drafts eagle3,ngram --k 1,2,3 "
+        "--workload sharegpt --concurrency 1,4,16,64 --temperature 0 --output-len 128 --prompts 8"
+    )
+    _bench(report, report.path.parent / "real.json", options)
+
+
+def _bench(report: Report, results: Path, options: str) -> None:
     command = [
         *(sys.executable, "-m", "tetris_sglang", "bench", *options.split()),
         *("--out", str(results), "--server-flags", LARGE_FLAGS),

@@ -19,7 +19,11 @@ SCRIPTS = REPOSITORY / "scripts" / "gpu"
 sys.path.insert(0, str(SCRIPTS))
 
 import check
+import dry_arms
+import dry_arms
 import dry_run
+import ledger
+import ledger
 import server_checks
 from ragged import KINDS, HeadShape, random_batch, random_lens, reference_attention, relative_error
 from stage_report import Report, recorded
@@ -98,7 +102,7 @@ def test_the_error_is_that_of_the_worst_row_and_nothing_passes_that_is_not_finit
 
 
 def test_every_stage_has_a_letter_a_function_and_less_than_eight_minutes():
-    assert [stage.letter for stage in check.STAGES] == list("abcdefg")
+    assert sorted(stage.letter for stage in check.STAGES) == list("abcdefgh")
     for stage in check.STAGES:
         module, _, function = stage.run.partition(":")
         assert f"def {function}(report: Report)" in (SCRIPTS / f"{module}.py").read_text()
@@ -107,7 +111,7 @@ def test_every_stage_has_a_letter_a_function_and_less_than_eight_minutes():
 
 def test_stages_are_chosen_by_letter_once():
     assert [stage.letter for stage in check.choose_stages("c,a,c")] == ["c", "a"]
-    with pytest.raises(ValueError, match="no such stage z; there are a, b, c, d, e, f, g"):
+    with pytest.raises(ValueError, match="no such stage z; there are a, c, d, g, e, h, b, f"):
         check.choose_stages("a,z")
 
 
@@ -206,11 +210,77 @@ def test_outputs_differ_where_tokens_do_and_not_in_length():
     assert server_checks.first_difference([1, 2, 3], [1, 2]) is None
 
 
-def test_an_arm_holds_if_all_of_its_runs_do():
-    row = {"arm": "auto", "error": None, "tracebacks": 0, "not computed": 0, "runs": [{"holds": True}, {"holds": True}]}
-    assert dry_run.is_fine(row)
-    for change in ({"error": "gone"}, {"tracebacks": 1}, {"not computed": 1}, {"runs": [{"holds": True}, {"holds": False}]}):
-        assert not dry_run.is_fine(row | change)
+CASE = {
+    "case": "greedy, 1 in flight", "temperature": 0, "holds": True, "says": "well", "num_tokens": 16, "num_best": 16,
+    "regret": 0.0, "p": None, "steps": 8, "selected": 10, "accepted": 8,
+}  # fmt: skip
+LEDGER = dict.fromkeys(ledger.Ledger._fields, 0.0) | {"callers": {}, "waits": {}}
+ROW = {
+    "arm": "perfect", "error": None, "cases": [CASE | {"accepted": 10}], "tracebacks": 0, "not computed": 0,
+    "not tested": False, "lost": None, "seconds": 1.0, "ledger": LEDGER,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"error": "gone"}, "gone"),
+        ({"tracebacks": 1}, "1 tracebacks"),
+        ({"not computed": 2}, "2 not computed"),
+        ({"cases": [CASE | {"holds": False, "says": "wrong", "accepted": 10}]}, "greedy, 1 in flight: wrong"),
+        ({"cases": [CASE]}, "0.80 of what was verified was accepted, not 0.95"),
+        ({"not tested": True}, "nothing was tested"),
+        ({"lost": 0.2}, "20% fewer drafts accepted than on the CPU platform"),
+        ({"ledger": LEDGER | {"waits": {"cudaStreamSynchronize by x": 1.0}}}, "a step waits: cudaStreamSynchronize by x, 1.00"),
+        ({"ledger": None}, "no decode step was counted"),
+    ],
+)
+def test_a_dry_run_names_what_does_not_hold(change, fault):
+    assert dry_run.find_faults(ROW) == []
+    assert [fault in found for found in dry_run.find_faults(ROW | change)] == [True]
+
+
+def test_flags_of_the_cpu_twin():
+    flags = dry_run.on_cpu([*dry_run.ARMS["host plan"].flags, "--speculative-eagle-topk", "2"])
+    assert "--model-path" in flags and flags[-2:] == ["--speculative-eagle-topk", "2"]
+    for gone in ("cuda", "flashinfer", "--cuda-graph-bs-decode", "4", "--disable-prefill-cuda-graph", "host"):
+        assert flags.count(gone) == (1 if gone == "4" else 0), gone  # 4 is the depth, too
+
+
+def test_a_step_costs_what_the_ledger_counts():
+    rows = [
+        {"phase": "decode", "caller": caller, "what": what, "count": count}
+        for caller, what, count in (
+            ("runtime.worker", "steps", 2), ("runtime.texts", "aten::add.Tensor", 6), ("runtime.texts", "triton find", 2),
+            ("runtime.worker", "graph launch", 4), ("", "in a graph: aten::mm", 20), ("", "fresh memory", 9),
+            ("runtime.plan", "host plan of flashinfer", 2), ("runtime.plan", "copy cpu to cuda, pinned", 2),
+            ("", "cudaMemcpyAsync pinned to device", 4), ("", "cudaEventRecord", 7),
+            ("runtime.step", "copy cuda to cpu, pageable, blocking", 1), ("runtime.step", "wait: aten::nonzero", 1),
+            ("", "cudaMemcpyAsync pageable to device", 2),
+        )
+    ]  # fmt: skip
+    found = ledger.summarise(rows, 2)
+    assert (found.launches, found.graph_launches, found.in_graphs, found.host_plans) == (4, 2, 10, 1)
+    assert (found.pinned_copies, found.pageable_copies, found.syncs) == (3, 1, 1)
+    assert found.callers == {"runtime.texts": 4}
+    assert set(found.waits) == {
+        "copy cuda to cpu, pageable, blocking by runtime.step", "wait: aten::nonzero by runtime.step",
+        "cudaMemcpyAsync pageable to device by the runtime",
+    }  # fmt: skip
+
+
+def test_wider_heads_are_the_same_function(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    dry_arms.widen_heads(dry_arms.TARGET, tmp_path / "wide")
+    ids = torch.arange(40, 60)[None]
+    small, wide = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (dry_arms.TARGET, tmp_path / "wide")
+    )
+    assert wide.config.head_dim == 2 * small.config.head_dim
+    with torch.no_grad():
+        torch.testing.assert_close(wide(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 # -- scripts -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "scripts" / "gpu"
 sys.path.insert(0, str(SCRIPTS))
 
-from host_cuda import small_kernels
+from host_cuda import flash_attention, small_kernels, tree_kernels
 from host_cuda.environment import build, environment
 
 if shutil.which("g++") is None:
@@ -257,3 +257,101 @@ def test_samplers_keep_what_top_k_and_top_p_say():
     for _ in range(20):
         small_kernels.top_k_top_p_sampling_from_probs(probs, samples, valid, None, None, 3, torch.tensor([0.4, 0.9]), 1.0)
         assert samples[0] == 1 and samples[1] in (1, 2, 3) and valid.all()
+    for _ in range(20):
+        small_kernels.min_p_sampling_from_probs(probs, samples, valid, None, torch.tensor([0.9, 0.4]), 0.0)
+        assert samples[0] == 1 and samples[1] in (1, 3)
+
+
+def test_flash_attention_reads_the_page_table():
+    generator = torch.Generator().manual_seed(0)
+    page_size, kv_lens, counts, heads, kv_heads, dim = 2, [5, 3, 0], [2, 3, 0], 4, 2, 8
+    k_cache, v_cache = (torch.randn(9, page_size, kv_heads, dim, generator=generator) for _ in range(2))
+    table = torch.tensor([[7, 2, 5], [1, 8, 0], [0, 0, 0]], dtype=torch.int32)
+    q = torch.randn(6, heads, dim, generator=generator)
+    out, sums = torch.full_like(q, torch.nan), torch.empty(heads, 6)
+    arguments = [None] * 37
+    arguments[:3], arguments[7], arguments[11], arguments[12], arguments[14] = (
+        (q, k_cache, v_cache), torch.tensor([0, 2, 5, 5]), torch.tensor(kv_lens), 3, table,
+    )  # fmt: skip
+    arguments[23:29] = 0.3, True, -1, -1, 0, 0.0
+    flash_attention.run((out, sums), *arguments)
+    first = 0
+    for request, (kv_len, count) in enumerate(zip(kv_lens, counts, strict=True)):
+        for row in range(count):
+            seen = kv_len - count + row + 1
+            at = [(int(table[request, t // page_size]), t % page_size) for t in range(seen)]
+            for head in range(heads):
+                keys, values = (torch.stack([cache[p][e, head // 2] for p, e in at]) for cache in (k_cache, v_cache))
+                logits = keys @ q[first + row, head] * 0.3
+                torch.testing.assert_close(out[first + row, head], logits.softmax(0) @ values)
+                torch.testing.assert_close(sums[head, first + row], logits.logsumexp(0))
+        first += count
+    assert out[5].isnan().all(), "a row of no request was written"
+
+
+# -- upstream's trees -------------------------------------------------------------------------------------------------
+
+INDEX = torch.tensor([[0, 1, 2, 3, 4]])
+NEXT_TOKEN = torch.tensor([[1, 3, 4, -1, -1]])
+NEXT_SIBLING = torch.tensor([[-1, 2, -1, -1, -1]])
+"""0 has the children 1 and 2, 1 has 3, 2 has 4."""
+TREE_TOKENS = torch.tensor([[9, 3, 5, 1, 2]])
+
+
+def test_upstreams_tree_kernels_build_and_walk_a_tree(run):
+    """Through the doors that upstream's speculation takes."""
+    run(
+        f"""
+        from sglang.kernels.ops.speculative.tree import (
+            build_tree_kernel_efficient, reconstruct_indices_from_tree_mask, verify_tree_greedy,
+        )
+        on_device = lambda *rows, dtype=torch.int64: torch.tensor(rows, dtype=dtype, device="cuda")
+        # Two levels of two: nodes 0 and 1, then 2 and 3 below 0, 4 and 5 below 1. Chosen: 0, 1, 2, 4.
+        selected, parents = on_device([0, 1, 2, 4]), on_device([-1, 0, 1])
+        index, next_token, next_sibling = (torch.full((1, 5), -1, device="cuda") for _ in range(3))
+        positions, mask = torch.empty(5, dtype=torch.int64, device="cuda"), torch.ones(25, dtype=torch.bool, device="cuda")
+        build_tree_kernel_efficient(
+            parents, selected, on_device(7)[0:1], mask, positions, index, next_token, next_sibling, 2, 2, 5, 1
+        )
+        assert positions.tolist() == [7, 8, 8, 9, 9]
+        seen = {{0: [0], 1: [0, 1], 2: [0, 2], 3: [0, 1, 3], 4: [0, 2, 4]}}
+        assert {{row: mask.view(5, 5)[row].nonzero()[:, 0].tolist() for row in range(5)}} == seen
+        assert index.tolist() == {INDEX.tolist()} and next_token.tolist() == {NEXT_TOKEN.tolist()}
+        assert next_sibling.tolist() == {NEXT_SIBLING.tolist()}
+        again = [torch.empty_like(t) for t in (positions, index, next_token, next_sibling)]
+        reconstruct_indices_from_tree_mask(mask, on_device(7)[0:1], *again, 1, 5)
+        for found, expected in zip(again, (positions, index, next_token, next_sibling)):
+            assert found.tolist() == expected.tolist()
+        # The target goes on with 5 and then 2, which are the nodes 2 and 4, and with 8 behind them.
+        predicts = torch.zeros(5, dtype=torch.int32, device="cuda")
+        accepted, count = torch.full((1, 3), -1, dtype=torch.int32, device="cuda"), torch.empty(1, dtype=torch.int32, device="cuda")
+        target = on_device([5, 0, 2, 0, 8])
+        verify_tree_greedy(predicts, accepted, count, on_device(*{TREE_TOKENS.tolist()}), index, next_token, next_sibling, target)
+        assert accepted.tolist() == [[0, 2, 4]] and count.tolist() == [2]
+        assert [predicts[i].item() for i in (0, 2, 4)] == [5, 2, 8]
+    """,
+        ALL,
+    )
+
+
+def test_upstreams_draws_over_a_tree_are_the_targets():
+    probs = torch.rand(1, 5, 10, generator=torch.Generator().manual_seed(1)).softmax(dim=-1)
+    probs[0, 0, 3] += 0.3
+    probs /= probs.sum(dim=-1, keepdim=True)
+    generator, num_draws = torch.Generator().manual_seed(2), 20_000
+    first, second, both = torch.zeros(10), torch.zeros(10), 0
+    for _ in range(num_draws):
+        predicts, accepted = torch.full((5,), -1, dtype=torch.int32), torch.full((1, 3), -1, dtype=torch.int32)
+        count = torch.empty(1, dtype=torch.int32)
+        coins, last = torch.rand(1, 5, generator=generator), torch.rand(1, generator=generator)
+        tree_kernels.sample(
+            predicts, accepted, count, TREE_TOKENS, INDEX, NEXT_TOKEN, NEXT_SIBLING, coins, last, probs, torch.zeros_like(probs),
+            1.0, 1.0,
+        )  # fmt: skip
+        first[predicts[0]] += 1
+        if predicts[0] == 3:
+            second[predicts[1]] += 1
+        both += int(count[0] == 2)
+    assert (first / num_draws - probs[0, 0]).abs().sum() / 2 < 0.02
+    assert (second / second.sum() - probs[0, 1]).abs().sum() / 2 < 0.03
+    assert both > 0

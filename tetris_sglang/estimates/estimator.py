@@ -12,9 +12,7 @@ from tetris_sglang.estimates.offsets import EvidenceOffsets
 from tetris_sglang.observers import StepRecord
 from tetris_sglang.texts import FIRST_COPIED, FIRST_EXTENSION, INITIAL_OFFSETS, NO_EXTENSION, is_copied
 
-_MAX_STEPS = 8
 _MAX_REQUESTS = 128
-"""Learning costs as much for one request as for many, so small steps wait for each other."""
 
 
 class JudgedNodes(NamedTuple):
@@ -51,12 +49,15 @@ class AcceptanceEstimator:
 
     Args:
         max_depth: of any token, from 1.
+        steps_together: learning costs as much for one request as for many, so small steps wait for each other. 1: none does, so
+            that `observe` may be captured.
     """
 
-    def __init__(self, max_depth: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, max_depth: int, device: torch.device | str = "cpu", steps_together: int = 8) -> None:
         # Refreshed with every few steps, the offsets with every one.
         self.calibration = Calibration(max_depth, device, refresh_every=1)
         self.evidence = EvidenceOffsets(INITIAL_OFFSETS, device)
+        self._steps_together = steps_together
         self._steps: list[tuple[Tensor, ...]] = []
         self._num_requests = 0
 
@@ -87,7 +88,7 @@ class AcceptanceEstimator:
             judged = judged._replace(reached=judged.reached & ~is_copied(kinds))
         self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
         self._num_requests += len(probs)
-        if len(self._steps) == _MAX_STEPS or self._num_requests >= _MAX_REQUESTS:
+        if len(self._steps) == self._steps_together or self._num_requests >= _MAX_REQUESTS:
             self._learn()
 
     def _learn(self) -> None:

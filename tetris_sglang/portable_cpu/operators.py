@@ -12,6 +12,7 @@ import sys
 import types
 from ctypes import c_uint8
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,8 @@ def _span_indices(req_pool_indices: Tensor, start: Tensor, end: Tensor, pool_len
     total = lens.cumsum(0)
     # Position p of the packed output lies in request b, p - (total[b] - lens[b]) columns after start[b].
     first = req_pool_indices.long() * pool_len + start - (total - lens)
-    first = torch.repeat_interleave(first, lens)
+    # torch's own wakes every thread there, however few the numbers, and waits for them (docs/lessons.md).
+    first = torch.from_numpy(np.repeat(first.numpy(), lens.numpy()))
     return first + torch.arange(first.numel())
 
 

@@ -38,7 +38,7 @@ class TetrisAlgorithm(CustomSpecAlgo):
         return True
 
     def carries_draft_hidden_states(self) -> bool:
-        return self.is_eagle()
+        return False  # they stay by slot (runtime/drafts/model.py)
 
     def supports_grammar_overlap(self) -> bool:
         return True

@@ -58,6 +58,20 @@ HOOKS: tuple[Hook, ...] = (
         "the target's graphs are captured with a ragged layout",
         "a spec input made by the registered algorithm",
     ),
+    Hook(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._build_ragged_verify_token_buckets",
+        "tetris_sglang.runtime.cuda.hooks.make_row_tiers",
+        "AROUND",
+        "graphs for steps that verify few drafts, or none",
+        "token buckets chosen by the registered algorithm",
+    ),
+    Hook(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._capture_one_stream",
+        "tetris_sglang.runtime.cuda.hooks.capture_row_tiers",
+        "AROUND",
+        "graphs for steps that verify few drafts, or none",
+        "capture by token buckets",
+    ),
 )
 
 

@@ -128,7 +128,8 @@ class TetrisWorker(BaseSpecWorker):
             reads_hidden_states=self._kind in HEADS,
         )
         max_depth = spec.num_steps + (0 if self._kind == NGRAM else spec.num_extension)
-        self._estimator = AcceptanceEstimator(max_depth, self.device) if config.calibration else None
+        steps_together = 1 if self.device == "cuda" else 8  # captured there
+        self._estimator = AcceptanceEstimator(max_depth, self.device, steps_together) if config.calibration else None
         self._draft = self._make_draft(spec)
         self._recorder = self._make_recorder(num_slots)
 
@@ -176,8 +177,7 @@ class TetrisWorker(BaseSpecWorker):
             )
         phases = PhaseTimer(enabled=self.config.phase_times, on_cuda=self.device == "cuda")
         self._planner = StepPlanner(self._make_policy(), limits, self._metrics, self.device, self._ranks)
-        learners = (self._texts, self._recorder, self._weights, self._estimator, self._metrics)
-        self._observers: list[Observer] = [learner for learner in learners if learner is not None]
+        self._observers = self._make_observers()
         self._steps = StepRunner(
             self._target_worker,
             self.speculative_num_draft_tokens,
@@ -193,6 +193,26 @@ class TetrisWorker(BaseSpecWorker):
         reports = (self._metrics, self._planner, self._estimator, phases)
         self.tetris_reports = [report for report in reports if report is not None]
         """What /server_info shows (runtime/reports/metrics.py)."""
+
+    def _make_observers(self) -> list[Observer]:
+        learners = [learner for learner in (self._texts, self._weights, self._estimator) if learner is not None]
+        reporters = [reporter for reporter in (self._recorder, self._metrics) if reporter is not None]
+        runner = self._target_worker.model_runner.decode_cuda_graph_runner  # None on a CPU, or without graphs
+        if runner is None:
+            return [*learners, *reporters]
+        from tetris_sglang.runtime.cuda.captured_observers import CapturedObservers
+
+        captured = CapturedObservers(
+            learners,
+            self._texts,
+            batch_sizes=runner.capture_bs,
+            width=self.speculative_num_draft_tokens,
+            max_depth=self.speculative_num_steps + self._draft.num_extension,
+            has_trees=get_spec().speculative_eagle_topk > 1,
+            has_evidence=self._estimator is not None,
+            device=self.device,
+        )
+        return [captured, *reporters]
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
         """Run one scheduler iteration: a prefill, or one step."""

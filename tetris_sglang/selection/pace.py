@@ -61,10 +61,10 @@ class RequestPace:
 
         Args:
             rows: [batch] the requests' slots, all different. emitted: [batch] integers, tokens of each, the bonus token
-                included.
-        Sync: none.
+                included; 0: no request.
+        Sync: none; CUDA-graph safe.
         """
-        step = torch.stack((emitted.float(), torch.ones_like(emitted, dtype=torch.float32)))
+        step = torch.stack((emitted, emitted > 0)).float()
         self._all.mul_(MEAN_DECAY).add_(step.sum(dim=1, keepdim=True))
         sums = self._sums.index_select(1, rows).mul_(1 - 1 / MEMORY_STEPS).add_(step)
         self._sums.index_copy_(1, rows, sums)

@@ -70,7 +70,7 @@ class RecentTexts:
         """Tokens of each text."""
         # Behind each n-gram's last occurrence, with the time in the upper half; the last entry is for what is not to be kept.
         self._table = torch.zeros(num_entries + 1, dtype=torch.int64, device=device)
-        self._time, self._time_shift = 0, self._nowhere.bit_length()
+        self._time, self._time_shift = torch.zeros((), dtype=torch.int64, device=device), self._nowhere.bit_length()
         self._hash_shift, self._hash_mask = 65 - num_entries.bit_length(), num_entries - 1
 
         def per_slot(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -140,7 +140,7 @@ class RecentTexts:
 
         Args:
             slots: [batch]. tokens: [batch, n] integers, n at most `width`. counts: [batch] int64, how many of them.
-        Sync: none; of an n-gram that comes several times one place is kept, the same on every device.
+        Sync: none; CUDA-graph safe. Of an n-gram that comes several times one place is kept, the same on every device.
         """
         num_tokens = tokens.shape[1]
         rows = self._rows[slots]
@@ -159,9 +159,9 @@ class RecentTexts:
         entries = (hashes >> self._hash_shift) & self._hash_mask
         self._tails[slots] = tokens.gather(1, counts[:, None] + (self._tail + MAX_MATCH))
         self._entries[slots] = entries.gather(1, counts[:, None, None].expand(-1, 1, entries.shape[2])).squeeze(1)
-        self._time += 1
+        self._time.add_(1 << self._time_shift)
         written = torch.where(is_known[:, :, None], entries[:, :-1], self._hash_mask + 1)
-        stamped = (places + (self._time << self._time_shift))[:, :, None].expand_as(written)
+        stamped = (places + self._time)[:, :, None].expand_as(written)
         self._table.scatter_reduce_(0, written.flatten(), stamped.flatten(), "amax")
 
     def find(self, slots: Tensor, depth: int) -> Match:

@@ -217,6 +217,25 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return probs, sums / math.log(2)
 
 
+def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One request's attention, undivided.
+
+    Args:
+        q: [queries, heads, dim] float32.
+        keys, values: [tokens, kv_heads, dim] float32.
+        seen: [queries, tokens] bool.
+
+    Returns:
+        [queries, heads, dim] and natural logarithms of the sums [queries, heads].
+    """
+    heads, kv_heads = q.shape[1], keys.shape[1]
+    grouped = q.view(len(q), kv_heads, heads // kv_heads, q.shape[2])
+    logits = torch.einsum("qhgd,thd->qhgt", grouped, keys) * scale
+    probs, sums = _softmax(logits.masked_fill(~seen[:, None, None, :], -torch.inf))
+    out = torch.einsum("qhgt,thd->qhgd", probs, values)
+    return out.flatten(1, 2), sums.flatten(1) * math.log(2)
+
+
 def _partials(workspace: Tensor, v_at: int, s_at: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Where the tiles' outputs [rows, heads, dim] and sums [rows, heads] stand, up to the workspace's end."""
     v_bytes, s_bytes = heads * dim * dtype.itemsize, heads * 4

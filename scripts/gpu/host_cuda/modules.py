@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from torch.utils._pytree import tree_map
 
-from host_cuda import attention, plans, small_kernels
+from host_cuda import attention, flash_attention, plans, small_kernels, tree_kernels
 from host_cuda.memory import on_host
-from host_cuda.operators import CUSTOM
+from host_cuda.operators import CUSTOM, RETURNING
 from host_cuda.recorder import RECORDER, NobodyComputes
 
 Kernel = Callable[..., None]
@@ -32,6 +32,7 @@ FLASHINFER: dict[str, dict[str, Kernel]] = {
         small_kernels.top_p_renorm_probs,
         small_kernels.top_k_renorm_probs,
         small_kernels.top_k_top_p_sampling_from_probs,
+        small_kernels.min_p_sampling_from_probs,
     ),
 }
 """By the beginning of a module's name, its functions."""
@@ -41,10 +42,20 @@ SGLANG: dict[str, dict[str, Kernel]] = {
     "fused_add_rmsnorm": _named(small_kernels.fused_add_rmsnorm),
     "fused_rope": _named(small_kernels.run_rope, small_kernels.run_rope_store),
     "kvcache": _named(small_kernels.store_cache),
+    "speculative_sampling": _named(tree_kernels.sample),
+    "speculative_tree": _named(
+        tree_kernels.build_tree_kernel_efficient,
+        tree_kernels.verify_tree_greedy,
+        tree_kernels.reconstruct_indices_from_tree_mask,
+    ),
 }
 CUSTOM |= {
     "sgl_kernel::rmsnorm": small_kernels.rmsnorm,
     "sgl_kernel::fused_add_rmsnorm": small_kernels.fused_add_rmsnorm,
+}
+RETURNING |= {
+    "sgl_kernel::fwd": (flash_attention.allocate, flash_attention.run),
+    "sgl_kernel::get_scheduler_metadata": (flash_attention.allocate_metadata, flash_attention.fill_metadata),
 }
 
 
@@ -76,7 +87,7 @@ class Module:
 
         def call(*args) -> None:
             args = tree_map(on_host, args)
-            RECORDER.emit(what, lambda: kernel(*args))
+            RECORDER.emit(what, lambda: kernel(*args), args)
 
         return call
 
@@ -106,7 +117,9 @@ def take_over_modules() -> None:
 
     genuine = loader.load_jit
 
-    def load_jit(name: str, *args, cuda_wrappers=None, cpp_wrappers=None, **kwargs):
+    def load_jit(name: str, *args, cuda_files=None, **kwargs):
+        if cuda_files is None:
+            return genuine(name, *args, **kwargs)
         return Module(f"sglang {name}", SGLANG.get(name, {}))
 
     for module in [utils, compiling, loader, *list(sys.modules.values())]:

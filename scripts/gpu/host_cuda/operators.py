@@ -13,12 +13,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from host_cuda.memory import empty_like_on_device, on_device, on_host, poison
 from host_cuda.recorder import RECORDER
+from host_cuda.streams import ARE_CHECKED, STREAMS, Access, accesses, current_stream
 
 MAX_POISONED_BYTES = 32 << 20
 """Larger memory stays as it is: its pages would have to be backed."""
-_NATIVE = frozenset(
-    ["set_", "resize_", "resize_as_", "record_stream", "_pin_memory", "is_pinned", "empty_like", "new_empty", "lift_fresh"]
-)
+_NATIVE = frozenset([
+    "set_", "resize_", "resize_as_", "record_stream", "_pin_memory", "is_pinned", "empty_like", "new_empty", "lift_fresh",
+    "unsqueeze_", "squeeze_", "transpose_", "t_", "as_strided_",
+])  # fmt: skip
 """They change what a tensor is rather than what it holds, or read the device's own state."""
 _WAITING = frozenset(
     [
@@ -37,6 +39,8 @@ _WAITING = frozenset(
 
 CUSTOM: dict[str, Callable[..., None]] = {}
 """By the name of a custom operator, what it computes on the host's side of its arguments."""
+RETURNING: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {}
+"""The same for operators that return tensors: what allocates them, and what fills them, given them before the arguments."""
 
 
 class HostOperators(TorchDispatchMode):
@@ -85,16 +89,27 @@ def _is_view(func) -> bool:
 def _poison(result: Any) -> None:
     if isinstance(result, Tensor) and result.is_cuda and result.nbytes <= MAX_POISONED_BYTES:
         place = on_host(result)
-        RECORDER.emit("fresh memory", lambda: poison(place))
+        # Nobody writes there on a GPU.
+        RECORDER.emit("fresh memory", lambda: poison(place), touched=list)
+        STREAMS.forget(accesses(place, is_write=True))
 
 
 def _run_custom(func, args, kwargs):
-    kernel = CUSTOM.get(func._schema.name)
-    if kernel is None:
+    name = func._schema.name
+    if name in RETURNING:
+        allocate, fill = RETURNING[name]
+        results = allocate(*args, **kwargs)
+        for result in tree_leaves(results):
+            if all(result is not argument for argument in args):
+                _poison(result)
+        args = (results, *args)
+    elif name in CUSTOM:
+        fill, results = CUSTOM[name], None
+    else:
         return func(*args, **kwargs)
-    args, kwargs = tree_map(on_host, args), tree_map(on_host, kwargs)
-    RECORDER.emit(func._schema.name, lambda: kernel(*args, **kwargs))
-    return None
+    host_args, host_kwargs = tree_map(on_host, args), tree_map(on_host, kwargs)
+    RECORDER.emit(name, lambda: fill(*host_args, **host_kwargs), (host_args, host_kwargs))
+    return results
 
 
 class _Call:
@@ -135,7 +150,7 @@ class _Call:
             for name, shape in shapes.items():
                 assert theirs[name].shape == shape, f"{self._func} has resized {name} from {shape} to {theirs[name].shape}"
 
-        RECORDER.emit(self._what, run)
+        RECORDER.emit(self._what, run, touched=lambda: self._touched([theirs[name] for name in written]))
         outputs = [ours[name] for name in written][: len(self._func._schema.returns)]
         return None if not outputs else outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -143,7 +158,13 @@ class _Call:
         RECORDER.check()
         RECORDER.count(self._what)
         result = self._func(*self._host_args, **self._host_kwargs)
-        return result if self._leaves_device else tree_map(on_device, result)
+        outputs = result if self._leaves_device else tree_map(on_device, result)
+        if ARE_CHECKED:
+            places = tree_map(on_host, outputs)
+            STREAMS.forget(accesses(places, is_write=True))
+            STREAMS.launch(current_stream())
+            STREAMS.touch(current_stream(), self._what, self._touched(places))
+        return outputs
 
     def _return_captured(self):
         """Memory for what the replays will compute."""
@@ -157,8 +178,13 @@ class _Call:
                 if isinstance(value, Tensor):
                     place.copy_(value)
 
-        RECORDER.emit(self._what, run)
+        RECORDER.emit(self._what, run, touched=lambda: self._touched(places))
         return outputs
+
+    def _touched(self, written: Any) -> list[Access]:
+        if self._name in _WAITING or (self._what.startswith("copy cuda to cpu") and self._what != "copy cuda to cpu, pinned"):
+            STREAMS.host_waits_for(current_stream())
+        return accesses((self._host_args, self._host_kwargs), is_write=False) + accesses(written, is_write=True)
 
     def _shape(self):
         """What the operator returns, without computing it where that can be had."""

@@ -12,46 +12,89 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from host_cuda.streams import ARE_CHECKED, STREAMS, Access, Snapshot, current_stream
+
 Run = Callable[[], None]
+Touched = Callable[[], list[Access]]
 
 
 class NobodyComputes(RuntimeError):
     """Something was launched or called that no reference stands for."""
 
 
+def find_caller() -> str:
+    """The innermost module of tetris_sglang that is at work, else of SGLang."""
+    frame, fallback = sys._getframe(1), ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("tetris_sglang."):
+            return name.removeprefix("tetris_sglang.")
+        if not fallback and name.startswith("sglang.srt."):
+            fallback = name
+        frame = frame.f_back
+    return fallback
+
+
 class Recorder:
     """What has been computed, what is captured, and what nobody computes."""
 
     def __init__(self) -> None:
-        self.ledger: collections.Counter[tuple[str, str]] = collections.Counter()
-        """(phase, what) -> how often; captured operations count when they are replayed."""
+        self.ledger: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        """(phase, caller, what) -> how often; captured operations count when they are replayed."""
         self.phase = "start"
         self._captured: list[tuple[str, Run]] | None = None
         self._graphs: dict[int, list[tuple[str, Run]]] = {}
+        self._depth = 0
+        """Above 0: an operation that others are part of is being computed."""
         self._unhandled: list[str] = []
 
     @property
     def is_capturing(self) -> bool:
         return self._captured is not None
 
-    def emit(self, what: str, run: Run) -> None:
+    def emit(self, what: str, run: Run, arguments: Any = (), touched: Touched | None = None) -> None:
         """Compute now, or with every replay of the graph that is being captured.
+
+        Args:
+            arguments: a tree with all tensors that are read or written.
+            touched: says which, after the run; None: what has changed was written.
 
         Raises:
             NobodyComputes: something before this was not computed.
         """
         self.check()
+        if ARE_CHECKED:
+            run = self._watched(what, run, arguments, touched)
         if self._captured is not None:
             self._captured.append((what, run))
             return
         self.count(what)
+        if ARE_CHECKED:
+            STREAMS.launch(current_stream())
         run()
 
+    def _watched(self, what: str, run: Run, arguments: Any, touched: Touched | None) -> Run:
+        name = f"{what} by {find_caller()}"
+
+        def watched() -> None:
+            if self._depth:
+                return run()
+            self._depth += 1
+            try:
+                find = touched or Snapshot(arguments).accesses
+                run()
+                STREAMS.touch(current_stream(), name, find())
+            finally:
+                self._depth -= 1
+
+        return watched
+
     def count(self, what: str) -> None:
-        self.ledger[self.phase, what] += 1
+        self.ledger[self.phase, find_caller(), what] += 1
 
     def check(self) -> None:
         if self._unhandled:
@@ -78,8 +121,10 @@ class Recorder:
 
     def replay(self, graph: int) -> None:
         self.count("graph launch")
+        if ARE_CHECKED:
+            STREAMS.launch(current_stream())
         for what, run in self._graphs[graph]:
-            self.ledger[self.phase, f"in a graph: {what}"] += 1
+            self.ledger[self.phase, "", f"in a graph: {what}"] += 1
             try:
                 run()
             except Exception as error:

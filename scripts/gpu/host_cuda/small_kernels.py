@@ -85,6 +85,15 @@ def top_k_top_p_sampling_from_probs(
     valid.fill_(True)
 
 
+def min_p_sampling_from_probs(
+    probs: Tensor, samples: Tensor, valid: Tensor, indices: None, min_ps: Tensor | None, min_p: float, *_
+) -> None:
+    limit = torch.full((len(probs),), min_p) if min_ps is None else min_ps
+    kept = probs.where(probs >= limit[:, None] * probs.amax(dim=-1, keepdim=True), 0.0)
+    samples.copy_(torch.multinomial(kept, 1)[:, 0])
+    valid.fill_(True)
+
+
 def _keep_top_p(probs: Tensor, each: Tensor | None, all_alike: float) -> Tensor:
     limit = probs.new_full((len(probs),), all_alike) if each is None else each
     ordered, at = probs.sort(dim=-1, descending=True)

@@ -16,7 +16,7 @@ def take_over_triton() -> None:
     def call(self, *args, **kwargs):
         kwargs.pop("warmup", None)
         args, kwargs = [_convert(a) for a in args], {name: _convert(value) for name, value in kwargs.items()}
-        RECORDER.emit(f"triton {self.fn.__name__}", lambda: original(self, *args, **kwargs))
+        RECORDER.emit(f"triton {self.fn.__name__}", lambda: original(self, *args, **kwargs), (args, kwargs))
 
     GridExecutor.__call__ = call
     # It would copy every argument to the host and back, and so lose what points into it.

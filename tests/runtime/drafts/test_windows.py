@@ -13,8 +13,7 @@ from tetris_sglang.runtime.drafts.windows import Window, align_right, make_draft
 def test_draft_input_survives_the_scheduler_filtering_and_merging_batches():
     def make(tokens: list[list[int]], counts: list[int]):
         tokens = torch.tensor(tokens)
-        states = tokens[:, :, None].float() + torch.tensor([0.0, 0.5])
-        return make_draft_input(Window(tokens, torch.tensor(counts), states), tokens[:, -1].int())
+        return make_draft_input(Window(tokens, torch.tensor(counts)), tokens[:, -1].int())
 
     first = make([[1, 2, 3], [4, 5, 6], [7, 8, 9]], [3, 1, 2])
     first.filter_batch(torch.tensor([0, 2]))
@@ -22,7 +21,6 @@ def test_draft_input_survives_the_scheduler_filtering_and_merging_batches():
     window = read_window(first)
     assert window.tokens.tolist() == [[1, 2, 3], [7, 8, 9], [10, 11, 12]]
     assert window.counts.tolist() == [3, 2, 1]
-    assert window.hidden_states[:, :, 1].tolist() == [[1.5, 2.5, 3.5], [7.5, 8.5, 9.5], [10.5, 11.5, 12.5]]
     assert first.bonus_tokens.tolist() == [3, 9, 12]
 
 

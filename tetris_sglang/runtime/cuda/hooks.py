@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def make_capture_input(original, runner, num_tokens: int):
     """Around `DecodeCudaGraphRunner.get_spec_info`: TETRIS's target passes are captured ragged, without a mask."""
@@ -20,6 +22,48 @@ def make_capture_input(original, runner, num_tokens: int):
         layout=runner._capture_ragged_verify_layout(num_tokens),
         hidden_mode=CaptureHiddenMode.FULL if current_kind() in HEADS else CaptureHiddenMode.NULL,
     )
+
+
+def make_row_tiers(original, runner) -> list[int]:
+    """Around `DecodeCudaGraphRunner._build_ragged_verify_token_buckets`: how many rows TETRIS's captured target passes have.
+
+    Upstream has a tier per captured batch size, of whole chains alone.
+    """
+    if runner.model_runner.spec_algorithm.name != "TETRIS":
+        return original(runner)
+    return row_tiers(runner.capture_bs, runner.captured_req_width)
+
+
+def capture_row_tiers(original, runner, *args, **kwargs):
+    """Around `DecodeCudaGraphRunner._capture_one_stream`, which captures batch sizes times the rows of a request."""
+    # The draft's runners inherit it.
+    if runner.model_runner.spec_algorithm.name != "TETRIS" or not getattr(runner, "ragged_verify_mode", False):
+        return original(runner, *args, **kwargs)
+    for tier in runner.capture_num_tokens:
+        runner._capture_ragged_verify_layout(tier)  # kept; it needs the true width
+    batch_sizes, width = runner.capture_bs, runner.captured_req_width
+    runner.capture_bs, runner.captured_req_width = runner.capture_num_tokens, 1
+    try:
+        return original(runner, *args, **kwargs)
+    finally:
+        runner.capture_bs, runner.captured_req_width = batch_sizes, width
+
+
+def row_tiers(batch_sizes: Iterable[int], width: int) -> list[int]:
+    """Ascending: every batch size, for a step that verifies no draft, up to whole chains of the largest, with no wide gaps.
+
+    Args:
+        batch_sizes: those captured. width: rows of a request at most, the root's included.
+    Example: row_tiers([1, 2, 4], 7) -> [1, 2, 4, 12, 20, 28]
+    """
+    sizes = {*batch_sizes}
+    tiers: list[int] = []
+    for rows in sorted(sizes | {max(sizes) * width}):
+        # At most an eighth of a pass is padding, or seven rows.
+        while tiers and rows > (following := max(tiers[-1] + 8, tiers[-1] * 9 // 64 * 8)):
+            tiers.append(following)
+        tiers.append(rows)
+    return tiers
 
 
 def register_attention_backend() -> None:

@@ -1,6 +1,6 @@
 """What the GPU path relies on in SGLang 0.5.23 and FlashInfer 0.7.2, checked by the contract tests.
 
-Its hook is in `runtime.inventory.HOOKS`. FlashInfer's plan, which kernels/attention_plan.py writes, is `PlanLayout` there.
+Its hooks are in `runtime.inventory.HOOKS`. FlashInfer's plan, which kernels/attention_plan.py writes, is `PlanLayout` there.
 """
 
 from tetris_sglang.contacts import Symbol
@@ -74,12 +74,19 @@ SYMBOLS: tuple[Symbol, ...] = (
         (
             "_capture_ragged_verify_layout",
             "_ragged_capture_slots",
+            "capture_bs",
             "capture_num_tokens",
+            "captured_req_width",
             "get_spec_info",
             "ragged_verify_mode",
             "speculative_num_draft_tokens",
         ),
         "captures and replays the target's ragged passes by token tiers",
+    ),
+    Symbol(
+        _SRT + "model_executor.runner_utils.pool.get_or_create_global_graph_memory_pool",
+        ("device_module",),
+        "the memory that all graphs share",
     ),
     Symbol(
         _SRT + "speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",

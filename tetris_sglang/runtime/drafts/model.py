@@ -74,14 +74,16 @@ class ModelDraft:
     ) -> None:
         self.spec, self.runner = spec, worker.draft_runner
         self.num_extension, self.target_hidden_mode = spec.num_extension, spec.target_hidden_mode
-        self.state_size: int | None = None
-        """Values of the target's state that the draft reads with a token; None: none."""
-        if spec.reads_hidden_states:
-            self.state_size = get_draft_input_from_target_hidden_dim(self.runner)
+        state_size = get_draft_input_from_target_hidden_dim(self.runner) if spec.reads_hidden_states else None
         self._target_runner, self._parallel_layout = target_runner, worker.parallel_layout
         self._estimate, self._texts = estimate, texts
         self._passes = DraftPasses(worker, spec, estimate, perturb, texts)
-        self._kv = DraftKV(self._passes, self.state_size, ranks)
+        self._kv = DraftKV(self._passes, state_size, ranks)
+        self._states: Tensor | None = None
+        """[slots, window_width, state_size], the target's states of the windows of the requests in these slots."""
+        if state_size is not None:
+            table, dtype = self.runner.req_to_token_pool.req_to_token, self.runner.model_config.dtype
+            self._states = torch.zeros((len(table), spec.window_width, state_size), dtype=dtype, device=table.device)
         self._graphs = None
 
     @property
@@ -144,7 +146,8 @@ class ModelDraft:
         # One token's KV is still missing, or (the shifted one) was just written and is written again.
         known = torch.stack((input_ids[last_rows].to(torch.int64), next_token_ids.to(torch.int64)), dim=1)
         states = None if hidden_states is None else hidden_states[last_rows].unsqueeze(1)
-        return self._make_input(known, known.new_full((len(known),), 2 - self.spec.shift), states, next_token_ids)
+        counts = known.new_full((len(known),), 2 - self.spec.shift)
+        return self._make_input(batch.req_pool_indices, Window(known, counts, states), next_token_ids)
 
     def hand_over(self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: Tensor | None) -> EagleDraftInput:
         """See `Draft`."""
@@ -155,16 +158,17 @@ class ModelDraft:
 
     def _after_drafted(self, record: StepRecord, hidden_states: Tensor | None) -> EagleDraftInput:
         """The accepted tokens whose KV the draft's passes have not left."""
-        accepted = record.accepted
+        accepted, request_rows = record.accepted, record.batch.req_pool_indices
         width = self.spec.window_width
         if self.spec.leaves_kv:
             known = torch.stack((accepted.last_tokens, accepted.bonus_tokens), dim=1)
             if not self.spec.num_extension:
-                return self._make_input(known, None, None, accepted.bonus_tokens)
+                return self._make_input(request_rows, Window(known), accepted.bonus_tokens)
             # Extensions that were accepted are missing, too.
             tokens = align_right(accepted.target_tokens, accepted.num_accepted + 1)[:, -width:-2]
             counts = (accepted.num_accepted + (2 - record.plan.depth)).clamp(min=2)
-            return self._make_input(torch.cat((tokens, known), dim=1), counts, None, accepted.bonus_tokens)
+            window = Window(torch.cat((tokens, known), dim=1), counts)
+            return self._make_input(request_rows, window, accepted.bonus_tokens)
         counts = accepted.num_accepted + 1
         tokens = align_right(accepted.target_tokens[:, :width], counts)
         states = None
@@ -174,7 +178,7 @@ class ModelDraft:
                 columns = torch.arange(width, device=counts.device)
             rows = align_right((record.packed.qo_indptr[:-1, None] + columns).long(), counts)
             states = hidden_states[rows.clamp_(max=hidden_states.shape[0] - 1)]
-        return self._make_input(tokens, counts, states, accepted.bonus_tokens)
+        return self._make_input(request_rows, Window(tokens, counts, states), accepted.bonus_tokens)
 
     def _after_undrafted(
         self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: Tensor | None
@@ -184,8 +188,8 @@ class ModelDraft:
         if not self._kv.missed.has_room(1 + max_accepted):
             # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
             self._target_runner.shared_read_done_event = None
-            window = self._kv.catch_up(record.batch, read_window(draft_input))
-            draft_input = make_draft_input(window, accepted.bonus_tokens)
+            window = self._kv.catch_up(record.batch, self._read_window(record.batch, draft_input))
+            draft_input = self._make_input(record.batch.req_pool_indices, window, accepted.bonus_tokens)
         if max_accepted:
             emitted = Window(accepted.target_tokens[:, : 1 + max_accepted], accepted.num_accepted + 1)
             if hidden_states is not None:
@@ -198,15 +202,19 @@ class ModelDraft:
         self._kv.missed.push(record.batch.req_pool_indices, emitted)
         return replace_bonus(draft_input, accepted.bonus_tokens)
 
-    def _make_input(
-        self, tokens: Tensor, counts: Tensor | None, hidden_states: Tensor | None, bonus_tokens: Tensor
-    ) -> EagleDraftInput:
-        """As a window of full width, whatever `tokens` [batch, n] has."""
-        missing = self.spec.window_width - tokens.shape[1]
-        if hidden_states is not None:
-            hidden_states = torch.nn.functional.pad(hidden_states, (0, 0, self.spec.window_width - hidden_states.shape[1], 0))
-        tokens = torch.nn.functional.pad(tokens, (missing, 0))
-        return make_draft_input(Window(tokens, counts, hidden_states), bonus_tokens)
+    def _make_input(self, rows: Tensor, window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
+        """As a window of full width, whatever `window` has, of the requests in the slots `rows` [batch]."""
+        width = self.spec.window_width
+        if self._states is not None:
+            first = width - window.hidden_states.shape[1]
+            self._states[rows, first:] = window.hidden_states.to(self._states.dtype)
+        tokens = torch.nn.functional.pad(window.tokens, (width - window.tokens.shape[1], 0))
+        return make_draft_input(Window(tokens, window.counts), bonus_tokens)
+
+    def _read_window(self, batch, draft_input: EagleDraftInput) -> Window:
+        """What `_make_input` made."""
+        states = None if self._states is None else self._states[batch.req_pool_indices]
+        return read_window(draft_input)._replace(hidden_states=states)
 
     # -- drafting --------------------------------------------------------------------------------------------------
 
@@ -222,7 +230,7 @@ class ModelDraft:
 
     def _run_passes(self, batch, depth: int) -> Proposal:
         spec, passes = self.spec, self._passes
-        window = self._kv.catch_up(batch, read_window(batch.spec_info))
+        window = self._kv.catch_up(batch, self._read_window(batch, batch.spec_info))
         noise = request_noise(batch.sampling_info)
         if self._graphs is not None and self._graphs.can_run(len(batch.reqs)):
             return self._graphs.replay(window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth)

@@ -23,42 +23,37 @@ class Window(NamedTuple):
 
 
 def make_draft_input(window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
-    """What one step hands to the next one, in the fields that SGLang's relay carries between iterations.
+    """What one step hands to the next one, in the fields that SGLang's relay carries between iterations. States stay behind:
+    they are large, and SGLang would copy them with every change of the batch.
 
     Args:
         bonus_tokens: [batch] the last tokens of the texts; SGLang reads them.
     """
     batch = window.tokens.shape[0]
     counts = window.tokens.new_full((batch,), window.tokens.shape[1]) if window.counts is None else window.counts
-    states = None if window.hidden_states is None else window.hidden_states.flatten(1)
-    return _make_draft_input(counts.to(torch.float32).unsqueeze(1), window.tokens, states, bonus_tokens)
+    return _make_draft_input(counts.to(torch.float32).unsqueeze(1), window.tokens, bonus_tokens)
 
 
 def replace_bonus(draft_input: EagleDraftInput, bonus_tokens: Tensor) -> EagleDraftInput:
     """After a step without the draft: the window stays, and `MissedTokens` has what comes behind it."""
-    return _make_draft_input(draft_input.topk_p, draft_input.topk_index, draft_input.hidden_states, bonus_tokens)
+    return _make_draft_input(draft_input.topk_p, draft_input.topk_index, bonus_tokens)
 
 
-def _make_draft_input(counts: Tensor, tokens: Tensor, hidden_states: Tensor | None, bonus_tokens: Tensor) -> EagleDraftInput:
+def _make_draft_input(counts: Tensor, tokens: Tensor, bonus_tokens: Tensor) -> EagleDraftInput:
     return EagleDraftInput(
         topk_p=counts,
         topk_index=tokens,
-        hidden_states=hidden_states,
+        hidden_states=None,
         bonus_tokens=bonus_tokens,
         num_tokens_per_req=1,
         num_tokens_for_logprob_per_req=1,
-        capture_hidden_mode=CaptureHiddenMode.NULL if hidden_states is None else CaptureHiddenMode.LAST,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
     )
 
 
 def read_window(draft_input: EagleDraftInput) -> Window:
-    """The window of `make_draft_input`."""
-    tokens, hidden_states = draft_input.topk_index, draft_input.hidden_states
-    return Window(
-        tokens,
-        draft_input.topk_p[:, 0].to(torch.int64),
-        None if hidden_states is None else hidden_states.unflatten(1, (tokens.shape[1], -1)),
-    )
+    """The window of `make_draft_input`, without states."""
+    return Window(draft_input.topk_index, draft_input.topk_p[:, 0].to(torch.int64))
 
 
 def narrow_window(window: Window) -> Window:

@@ -206,12 +206,8 @@ def _target_pass(target_worker, draft, rows: int, num_draft_tokens: int, context
 def _drafting(draft, batch_size: int, depth: int, context_tokens: int) -> Callable[[], None]:
     batch = _made_up_batch(draft.runner, batch_size, context_tokens)
     device = batch.seq_lens.device
-    width = draft.spec.window_width
-    tokens = torch.zeros((batch_size, width), dtype=torch.int64, device=device)
-    states = None
-    if draft.state_size is not None:
-        states = torch.zeros((batch_size, width, draft.state_size), dtype=draft.runner.dtype, device=device)
-    draft_input = make_draft_input(Window(tokens, hidden_states=states), tokens[:, -1])
+    tokens = torch.zeros((batch_size, draft.spec.window_width), dtype=torch.int64, device=device)
+    draft_input = make_draft_input(Window(tokens), tokens[:, -1])
 
     def run() -> None:
         batch.spec_info = draft_input

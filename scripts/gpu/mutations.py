@@ -1,0 +1,80 @@
+"""Faults that the dry run must find: each is a line of the CUDA path, bent while the server loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import textwrap
+from typing import NamedTuple
+
+from cases import GREEDY
+from dry_arms import ARMS, Arm
+
+DRAFT_GRAPHS = ("tetris_sglang.runtime.cuda.draft_graph", "DraftGraphs")
+STREAM = ("torch.cuda.streams", "Stream")
+VERIFY_PLAN = ("tetris_sglang.runtime.cuda.verify_plan", "VerifyPlan")
+LANDED = "the dry run's mutation has landed"
+
+
+class Mutation(NamedTuple):
+    owner: tuple[str, str]
+    """Module and class."""
+    function: str
+    old: str
+    new: str
+    arm: str
+    """The server that shows it."""
+
+    @property
+    def body(self) -> str:
+        """Of a plugin, see tests.e2e.plugins.write_plugin."""
+        return f"""
+    from mutations import mutate
+    mutate({self.owner!r}, {self.function!r}, {self.old!r}, {self.new!r})
+"""
+
+    def apply(self) -> Arm:
+        return dataclasses.replace(ARMS[self.arm], cases=(GREEDY[1],), plugin=self.body, must_log=LANDED, has_twin=False)
+
+
+def mutate(where: tuple[str, str], function: str, old: str, new: str) -> None:
+    """Replace a piece of a function's source, in the process that calls this."""
+    module = importlib.import_module(where[0])
+    owner = getattr(module, where[1])
+    source = textwrap.dedent(inspect.getsource(getattr(owner, function)))
+    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {function}"
+    made: dict = {}
+    exec(compile(source.replace(old, new), str(module.__file__), "exec"), module.__dict__, made)
+    setattr(owner, function, made[function])
+    print(LANDED, flush=True)
+
+
+MUTATIONS = {
+    "the draft's graph reads the tokens of the step before": Mutation(
+        DRAFT_GRAPHS, "replay", "self._tokens[:batch_size] = window.tokens", "pass", "perfect"
+    ),
+    "the draft's graph reads the lengths of the step before": Mutation(
+        DRAFT_GRAPHS, "replay", "self._draft_lens[:batch_size] = seq_lens + extra", "pass", "perfect"
+    ),
+    "the draft's output stays in the pool that the target's graph writes to": Mutation(
+        DRAFT_GRAPHS, "replay", "output[:batch_size].clone()", "output[:batch_size]", "perfect"
+    ),
+    "padding writes into the cache of a request": Mutation(
+        DRAFT_GRAPHS, "_fill", "self.buffers.req_pool_indices[start:size] = 0",
+        "self.buffers.req_pool_indices[start:size] = self.buffers.req_pool_indices[:1]", "perfect",
+    ),
+    "the verify plan is that of the step before": Mutation(
+        VERIFY_PLAN, "replan", "self._plan_on_device(self.wrapper._int_workspace_buffer)", "pass", "fixed"
+    ),
+    "surplus rows belong to the last request": Mutation(
+        VERIFY_PLAN, "set_lengths", "rows[batch : batch + 1] = surplus", "rows[batch - 1 : batch] += surplus", "fixed"
+    ),
+    "every node of a tree sees the first": Mutation(
+        VERIFY_PLAN, "set_trees", "pack_tree_mask(ancestors,",
+        "pack_tree_mask(ancestors.index_fill(2, torch.ones(1, dtype=torch.int64, device=ancestors.device), True),", "tree",
+    ),
+    "no stream waits for another": Mutation(
+        STREAM, "wait_stream", "self.wait_event(stream.record_event())", "pass", "fixed"
+    ),
+}  # fmt: skip
