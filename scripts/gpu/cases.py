@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import requests
-from proof import MAX_OUTSIDE, MAX_REGRET, Filters, Reference
+from proof import MAX_OUTSIDE, MAX_REGRET, NO_FILTERS, Filters, Reference
 
 NUM_TOKENS = 16
 LOADS = (1, 3, 8)
@@ -90,7 +90,7 @@ def judge_penalised(reference: Reference, prompts: Sequence[str], answers: Seque
 
 
 def judge_draws(
-    reference: Reference, prompts: Sequence[str], answers: Sequence[Answer], filters: Filters = Filters()
+    reference: Reference, prompts: Sequence[str], answers: Sequence[Answer], filters: Filters = NO_FILTERS
 ) -> Verdict:
     found = reference.judge_draws(prompts, _ids(answers), filters)
     holds = found.p > MIN_P and found.outside <= MAX_OUTSIDE

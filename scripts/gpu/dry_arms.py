@@ -6,10 +6,10 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cases import GREEDY, LONG, OF_TETRIS, PREFIX_HITS, STANDARD, WANTED, Case
+from cases import DRAWN, GREEDY, LONG, OF_TETRIS, PREFIX_HITS, STANDARD, WANTED, Case
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
@@ -127,8 +127,11 @@ ARMS: Mapping[str, Arm] = {
     "two ranks": Arm([*COMMON, *FIXED, "--tp-size", "2", "--disable-custom-all-reduce"], num_devices=2),
     "fa3": Arm([*_serve(TARGET, "fa3"), *FIXED], has_twin=True),
 }  # fmt: skip
-QUICK = ("fixed", "eagle3")
-"""For every change: each kind of plan, graphs and masks."""
+QUICK = {
+    name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False, has_streams_checked=False)
+    for name in ("fixed", "eagle3")
+}
+"""For every change, in two minutes: chains and trees, a model and a head, graphs, plans and masks."""
 
 
 def prepare(arm: Arm, folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -195,7 +195,7 @@ def run_mutations(folder: Path, reference: Reference, prompts: list[str], consol
 
 def main(
     arms: Annotated[str, typer.Option(help=f"Of {', '.join([*ARMS, CHECKS])}.")] = ",".join([*ARMS, CHECKS]),
-    quick: Annotated[bool, typer.Option(help=f"{', '.join(QUICK)} alone: minutes.")] = False,
+    quick: Annotated[bool, typer.Option(help=f"{', '.join(QUICK)} alone, asked for little.")] = False,
     out: Annotated[Path, typer.Option(help="Logs, ledgers and a summary.")] = BUILD / "gpu-dry-run",
     resume: Annotated[bool, typer.Option(help="Keep the arms that hold.")] = False,
     mutations: Annotated[bool, typer.Option(help="Instead: bend the path line by line; each fault must be found.")] = False,
@@ -220,7 +220,12 @@ def main(
     for number, name in enumerate(chosen):
         if name not in kept:
             console.print(f"{number + 1} of {len(chosen)}, {name}: {out / name.replace(' ', '-')}.log", highlight=False)
-        row = kept.get(name) or (run_checks(out) if name == CHECKS else run_arm(name, ARMS[name], out, reference, prompts))
+        if name in kept:
+            row = kept[name]
+        elif name == CHECKS:
+            row = run_checks(out)
+        else:
+            row = run_arm(name, QUICK[name] if quick else ARMS[name], out, reference, prompts)
         for fault in find_faults(row):
             console.print(f"  {fault}", highlight=False, markup=False)
         rows.append(row)

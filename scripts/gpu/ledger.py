@@ -14,7 +14,7 @@ STEPS = "steps"
 FRESH = "fresh memory"
 FILE = "ledger.json"
 RELAY = "cudaStreamSynchronize"
-"""SGLang's own, with any speculation: the host reads the lengths that the step before has published (managers/overlap_utils.py)."""
+"""SGLang's own, with any speculation: the host reads lengths that the step before has published (managers/overlap_utils.py)."""
 
 
 class Ledger(NamedTuple):

@@ -48,6 +48,9 @@ class Filters(NamedTuple):
         return torch.zeros_like(probs).scatter_(-1, at, ordered / ordered.sum(dim=-1, keepdim=True))
 
 
+NO_FILTERS = Filters()
+
+
 class Reference:
     """The target.
 
@@ -82,7 +85,7 @@ class Reference:
         return Greedy(num_tokens, num_best, worst)
 
     def judge_draws(
-        self, prompts: Sequence[str], outputs: Sequence[Sequence[int]], filters: Filters = Filters(), seed: int = 0
+        self, prompts: Sequence[str], outputs: Sequence[Sequence[int]], filters: Filters = NO_FILTERS, seed: int = 0
     ) -> Draws:
         """Tokens drawn at temperature 1."""
         from scipy.stats import kstest

@@ -242,8 +242,8 @@ def check_real_model(report: Report) -> None:
         report.record("not fetched", str(error))
         return
     options = (
-        "--resume --dtype bfloat16 --live-servers 1 --repeats 1 --arms none,control,sglang,auto --drafts eagle3,ngram --k 1,2,3 "
-        "--workload sharegpt --concurrency 1,4,16,64 --temperature 0 --output-len 128 --prompts 8"
+        "--resume --dtype bfloat16 --live-servers 1 --repeats 1 --arms none,control,sglang,auto --drafts eagle3,ngram "
+        "--k 1,2,3 --workload sharegpt --concurrency 1,4,16,64 --temperature 0 --output-len 128 --prompts 8"
     )
     _bench(report, report.path.parent / "real.json", options)
 

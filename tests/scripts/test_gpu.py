@@ -20,9 +20,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import check
 import dry_arms
-import dry_arms
 import dry_run
-import ledger
 import ledger
 import server_checks
 from ragged import KINDS, HeadShape, random_batch, random_lens, reference_attention, relative_error

@@ -18,6 +18,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 from host_cuda import flash_attention, small_kernels, tree_kernels
 from host_cuda.environment import build, environment
+from host_cuda.streams import Access, Snapshot, Streams
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++ to build the libraries", allow_module_level=True)
@@ -324,9 +325,10 @@ def test_upstreams_tree_kernels_build_and_walk_a_tree(run):
             assert found.tolist() == expected.tolist()
         # The target goes on with 5 and then 2, which are the nodes 2 and 4, and with 8 behind them.
         predicts = torch.zeros(5, dtype=torch.int32, device="cuda")
-        accepted, count = torch.full((1, 3), -1, dtype=torch.int32, device="cuda"), torch.empty(1, dtype=torch.int32, device="cuda")
-        target = on_device([5, 0, 2, 0, 8])
-        verify_tree_greedy(predicts, accepted, count, on_device(*{TREE_TOKENS.tolist()}), index, next_token, next_sibling, target)
+        accepted = torch.full((1, 3), -1, dtype=torch.int32, device="cuda")
+        count = torch.empty(1, dtype=torch.int32, device="cuda")
+        tokens, target = on_device(*{TREE_TOKENS.tolist()}), on_device([5, 0, 2, 0, 8])
+        verify_tree_greedy(predicts, accepted, count, tokens, index, next_token, next_sibling, target)
         assert accepted.tolist() == [[0, 2, 4]] and count.tolist() == [2]
         assert [predicts[i].item() for i in (0, 2, 4)] == [5, 2, 8]
     """,
@@ -345,8 +347,8 @@ def test_upstreams_draws_over_a_tree_are_the_targets():
         count = torch.empty(1, dtype=torch.int32)
         coins, last = torch.rand(1, 5, generator=generator), torch.rand(1, generator=generator)
         tree_kernels.sample(
-            predicts, accepted, count, TREE_TOKENS, INDEX, NEXT_TOKEN, NEXT_SIBLING, coins, last, probs, torch.zeros_like(probs),
-            1.0, 1.0,
+            predicts, accepted, count, TREE_TOKENS, INDEX, NEXT_TOKEN, NEXT_SIBLING, coins, last, probs,
+            torch.zeros_like(probs), 1.0, 1.0,
         )  # fmt: skip
         first[predicts[0]] += 1
         if predicts[0] == 3:
@@ -355,3 +357,80 @@ def test_upstreams_draws_over_a_tree_are_the_targets():
     assert (first / num_draws - probs[0, 0]).abs().sum() / 2 < 0.02
     assert (second / second.sum() - probs[0, 1]).abs().sum() / 2 < 0.03
     assert both > 0
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+def work(streams: Streams, stream: int, what: str, *touched: Access) -> None:
+    streams.launch(stream)
+    streams.touch(stream, what, touched)
+
+
+WRITE, READ, ELSEWHERE = Access(100, 200, True), Access(150, 160, False), Access(200, 300, True)
+
+
+def test_accesses_in_no_order_are_races():
+    streams = Streams()
+    work(streams, 1, "a write", WRITE)
+    work(streams, 2, "another place", ELSEWHERE)
+    assert streams.races == {}
+    work(streams, 2, "a read", READ)
+    assert streams.races == {"a write writes what a read reads": 1}
+
+
+def test_two_reads_are_none_and_a_stream_is_in_order_with_itself():
+    streams = Streams()
+    work(streams, 1, "a read", READ)
+    work(streams, 2, "a read", READ)
+    work(streams, 3, "a write elsewhere", ELSEWHERE)
+    work(streams, 3, "a read there", ELSEWHERE._replace(is_write=False))
+    assert streams.races == {}
+
+
+@pytest.mark.parametrize("order", ["event", "host waits for the event", "host waits for the stream", "host waits for all"])
+def test_what_is_waited_for_comes_before(order):
+    streams = Streams()
+    work(streams, 1, "a write", WRITE)
+    carried = streams.record(1)
+    if order == "event":
+        streams.wait(2, carried)
+    elif order == "host waits for the event":
+        streams.host_waits(carried)
+    elif order == "host waits for the stream":
+        streams.host_waits_for(1)
+    else:
+        streams.host_waits_for_all()
+    work(streams, 2, "a read", READ)
+    assert streams.races == {}
+    # What came later is in no order yet.
+    work(streams, 1, "a later write", WRITE)
+    work(streams, 2, "a later read", READ)
+    assert streams.races == {
+        "a read reads what a later write writes": 1,
+        "a later write writes what a later read reads": 1,
+    }
+
+
+def test_fresh_memory_has_no_past_and_tables_are_exempt():
+    streams, table = Streams(), torch.zeros(8)
+    work(streams, 1, "a write", WRITE)
+    streams.forget([Access(0, 1000, True)])
+    work(streams, 2, "a write of the next owner", WRITE)
+    streams.exempt(table)
+    place = Access(table.data_ptr(), table.data_ptr() + 32, True)
+    work(streams, 1, "a row", place)
+    work(streams, 2, "another row", place)
+    assert streams.races == {}
+
+
+def test_what_a_kernel_has_written_is_what_has_changed():
+    read, written = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])
+    snapshot = Snapshot([read, {"out": written}])
+    written[0] = 2
+    start, other = read.data_ptr(), written.data_ptr()
+    assert snapshot.accesses() == [
+        Access(start, start + 8, False),
+        Access(other, other + 8, False),
+        Access(other, other + 8, True),
+    ]

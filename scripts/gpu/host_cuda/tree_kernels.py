@@ -1,4 +1,4 @@
-"""The kernels of SGLang's own speculation. Those that exist in Triton, too, are computed by that: the platform XPU runs them."""
+"""The kernels of SGLang's own speculation. Those that exist in Triton, too, for the platform XPU, are computed by that."""
 
 from __future__ import annotations
 

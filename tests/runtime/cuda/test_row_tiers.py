@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ SGLANGS = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8
 def test_a_step_without_drafts_has_no_padding_and_no_step_has_much(batch_sizes, width):
     tiers = row_tiers(batch_sizes, width)
     assert tiers == sorted(set(tiers)) and set(batch_sizes) <= set(tiers) and tiers[-1] == max(batch_sizes) * width
-    for lower, upper in zip(tiers, tiers[1:], strict=False):
+    for lower, upper in pairwise(tiers):
         assert upper - lower <= max(8, lower / 8), (lower, upper)
 
 

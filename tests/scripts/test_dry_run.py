@@ -1,0 +1,27 @@
+"""The CUDA path of real servers, on a CUDA that computes on the host: `make gpu-dry-run` for every change, asked for little."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the libraries"),
+]
+
+
+def test_servers_on_the_cuda_path_write_the_targets_text(tmp_path):
+    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu" / "dry_run.py"), "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    rows = json.loads((tmp_path / "summary.json").read_text())
+    assert [row["arm"] for row in rows] == ["fixed", "eagle3"]
+    assert all(case["accepted"] > 0 for row in rows for case in row["cases"])
