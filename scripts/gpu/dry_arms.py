@@ -36,6 +36,8 @@ class Arm:
         min_success: of the drafts verified for greedy requests, the share that has to be accepted.
         plugin: the body of a plugin that bends it.
         must_log: what its log has to say, for else nothing was tested.
+        has_streams_checked: whether accesses of several streams are held against an order between them, which takes time.
+        may_wait: whether a step may wait for the device: it plans on the host.
         has_twin: whether the CPU platform with these flags must accept no more per step, one request at a time. Automatic
             capacity goes by measured times, which mean nothing here.
     """
@@ -47,7 +49,8 @@ class Arm:
     must_log: str = ""
     has_twin: bool = False
     num_devices: int = 1
-    has_streams_checked: bool = True
+    has_streams_checked: bool = False
+    may_wait: bool = False
 
 
 def _serve(target: Path | str, attention: str = "flashinfer", pool: int = 4096) -> list[str]:
@@ -103,22 +106,25 @@ PERFECT = [*TETRIS, *_draft("target"), *_capacity(NUM_STEPS), "--speculative-num
 ARMS: Mapping[str, Arm] = {
     "none": Arm(COMMON, (*STANDARD, *WANTED)),
     # Upstream's: if their text is wrong, this CUDA is.
-    "STANDALONE": Arm([*COMMON, *_upstream("STANDALONE", 1, 4), *_draft("draft")]),
+    "STANDALONE": Arm([*COMMON, *_upstream("STANDALONE", 1, 4), *_draft("draft")], has_streams_checked=True),
     "EAGLE3": Arm([*COMMON, *_upstream("EAGLE3", 2, 6), *_draft("eagle3")]),
     "NGRAM": Arm([*COMMON, "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"]),
     "fixed": Arm([*COMMON, *FIXED], (*STANDARD, *OF_TETRIS), has_twin=True),
-    "host plan": Arm([*COMMON, *FIXED, "--speculative-tetris-verify-plan", "host"], has_twin=True),
-    "eager": Arm([*COMMON, *FIXED, "--speculative-tetris-verify-plan", "eager"], has_twin=True),
+    "host plan": Arm([*COMMON, *FIXED, "--speculative-tetris-verify-plan", "host"], has_twin=True, may_wait=True),
+    "eager": Arm([*COMMON, *FIXED, "--speculative-tetris-verify-plan", "eager"], has_twin=True, may_wait=True),
     "no overlap": Arm([*COMMON, *FIXED, "--disable-overlap-schedule"]),
-    "auto": Arm([*COMMON, *TETRIS, *_draft("draft")], (*STANDARD, *OF_TETRIS)),
+    "auto": Arm([*COMMON, *TETRIS, *_draft("draft")], (*STANDARD, *OF_TETRIS), has_streams_checked=True),
     "switching": Arm([*COMMON, *TETRIS, *_draft("draft")], plugin=SWITCHING_PLANS),
     "tree": Arm([*COMMON, *TETRIS, *_draft("draft"), *TREE, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True),
     "eagle": Arm([*COMMON, *TETRIS, *_draft("eagle"), *_capacity(2)], has_twin=True),
-    "eagle3": Arm([*COMMON, *TETRIS, *_draft("eagle3"), *TREE, *_capacity(3)], has_twin=True),
+    "eagle3": Arm([*COMMON, *TETRIS, *_draft("eagle3"), *TREE, *_capacity(3)], has_twin=True, has_streams_checked=True),
     "mtp": Arm([*_serve(MTP_CHECKPOINT), *TETRIS, *_capacity(2)], has_twin=True),
     "ngram": Arm([*COMMON, *TETRIS, *_capacity(2)], has_twin=True),
     # The draft is the target, and all it drafts is verified: a wrong, stale or missing entry of its cache shows as a rejection.
-    "perfect": Arm([*COMMON, *PERFECT, "--chunked-prefill-size", "16"], (*STANDARD, PREFIX_HITS), min_success=0.95),
+    "perfect": Arm(
+        [*COMMON, *PERFECT, "--chunked-prefill-size", "16"], (*STANDARD, PREFIX_HITS), min_success=0.95,
+        has_streams_checked=True,
+    ),
     "small pool": Arm(
         [*_serve(TARGET, pool=192), *PERFECT, "--schedule-conservativeness", "0.1"], (LONG,), min_success=0.9,
         must_log="Retract requests",
@@ -127,10 +133,7 @@ ARMS: Mapping[str, Arm] = {
     "two ranks": Arm([*COMMON, *FIXED, "--tp-size", "2", "--disable-custom-all-reduce"], num_devices=2),
     "fa3": Arm([*_serve(TARGET, "fa3"), *FIXED], has_twin=True),
 }  # fmt: skip
-QUICK = {
-    name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False, has_streams_checked=False)
-    for name in ("fixed", "eagle3")
-}
+QUICK = {name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False) for name in ("fixed", "eagle3")}
 """For every change, in two minutes: chains and trees, a model and a head, graphs, plans and masks."""
 
 

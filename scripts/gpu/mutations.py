@@ -35,7 +35,15 @@ class Mutation(NamedTuple):
 """
 
     def apply(self) -> Arm:
-        return dataclasses.replace(ARMS[self.arm], cases=(GREEDY[1],), plugin=self.body, must_log=LANDED, has_twin=False)
+        """The server with this fault."""
+        return dataclasses.replace(
+            ARMS[self.arm],
+            cases=(GREEDY[1],),
+            plugin=self.body,
+            must_log=LANDED,
+            has_twin=False,
+            has_streams_checked=self.owner == STREAM,
+        )
 
 
 def mutate(where: tuple[str, str], function: str, old: str, new: str) -> None:
