@@ -197,6 +197,96 @@ def test_every_array_of_the_plan_matters(run):
     run(ATTENTION.replace("ON_DEVICE", "True") + textwrap.dedent(code), ALL)
 
 
+OBSERVERS = """
+import random
+from types import SimpleNamespace
+from tetris_sglang.capacity import StepPlan
+from tetris_sglang.drafting import Grid, Proposal, TreeShape
+from tetris_sglang.estimates.estimator import AcceptanceEstimator
+from tetris_sglang.observers import StepRecord
+from tetris_sglang.packing import AcceptedTokens, empty_packed_tokens
+from tetris_sglang.runtime.cuda.captured_observers import CapturedObservers
+from tetris_sglang.runtime.request_texts import RequestTexts
+from tetris_sglang.runtime.requests.weights import RequestWeights
+from tetris_sglang.selection import RequestPace
+
+SLOTS, COLUMNS, WIDTH, DEPTH, VOCAB = 9, 200, 7, 6, 50
+device = torch.device("cuda")
+pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, COLUMNS, dtype=torch.int32, device=device))
+
+def make():
+    texts = RequestTexts(pool, VOCAB, WIDTH)
+    return texts, RequestWeights(device, RequestPace(SLOTS, 0.5, device)), AcceptanceEstimator(DEPTH, device, steps_together=1)
+
+def make_record(draw, lens, has_trees):
+    batch_size, num_nodes = draw.randint(1, 6), draw.randint(2, WIDTH - 1)
+    slots = draw.sample(range(1, SLOTS), batch_size)
+    integers = lambda *size, high: torch.randint(high, size)
+    drafted = torch.tensor([draw.randint(0, num_nodes) for _ in slots])
+    parents = torch.zeros(batch_size, WIDTH, dtype=torch.int64)
+    depths, path = parents.clone(), None
+    num_accepted = torch.tensor([draw.randint(0, int(n)) for n in drafted])
+    if has_trees:
+        # Chains of the nodes with even numbers, and leaves beside them.
+        for node in range(1, num_nodes + 1):
+            parents[:, node] = max(node - 1 - (node % 2 == 0), 0) // 2 * 2
+            depths[:, node] = depths[:, parents[0, node]] + 1
+        num_accepted = drafted // 2
+        path = torch.arange(DEPTH // 2 + 1).mul(2).expand(batch_size, -1).contiguous()
+    shape = TreeShape(parents.to(device), depths.to(device)) if has_trees else None
+    kinds = integers(batch_size, num_nodes, high=15)
+    probs = torch.rand(batch_size, num_nodes)
+    proposal = Proposal(kinds.to(device), probs.to(device), probs.to(device), shape, kinds.to(device))
+    packed = empty_packed_tokens(batch_size, batch_size, device)._replace(verify_lens=(drafted + 1).int().to(device))
+    rows = torch.tensor(slots, device=device)
+    seq_lens = torch.tensor([lens[slot] for slot in slots], device=device)
+    accepted = AcceptedTokens(
+        num_accepted.int().to(device), rows, rows, seq_lens, integers(batch_size, WIDTH, high=VOCAB).to(device),
+        None if path is None else path.to(device),
+    )
+    for slot, n in zip(slots, num_accepted.tolist()):
+        lens[slot] += n + 1
+    batch = SimpleNamespace(req_pool_indices=rows, seq_lens=seq_lens, reqs=slots)
+    grid = Grid(accepted.target_tokens, DEPTH, shape)
+    return StepRecord(batch, StepPlan(DEPTH, int(drafted.sum())), proposal, grid, packed, accepted, num_nodes)
+"""
+
+
+@pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
+def test_captured_observers_learn_what_the_others_learn(run, has_trees):
+    """Batches of unlike sizes, one beyond the captured ones, steps of unlike depths. What fills a batch up teaches nothing."""
+    code = f"""
+        torch.manual_seed(0)
+        draw, lens = random.Random(0), [1] * SLOTS
+        plain, inner = make(), make()
+        captured = CapturedObservers(
+            inner, inner[0], batch_sizes=[1, 2, 4], width=WIDTH, max_depth=DEPTH, has_trees={has_trees}, has_evidence=True,
+            device=device,
+        )
+        # Warming up has shown the estimates nothing, and the pace a fading mean.
+        inner[1]._pace._all.fill_(1)
+        for _ in range(25):
+            record = make_record(draw, lens, {has_trees})
+            for observer in plain:
+                observer.observe(record)
+            captured.observe(record)
+        def state(observers):
+            texts, weights, estimator = observers
+            texts.flush()
+            slots = torch.arange(1, SLOTS, device=device)
+            return {{
+                "texts": texts.tokens[1:, : min(lens)], "matches": texts.recent.find(slots, 4).tokens,
+                "pace": weights._pace._sums[:, 1:], "mean pace": weights._pace._all,
+                "offsets": estimator.evidence._offsets, "calibration": estimator.calibration._lines,
+            }}
+        ours, theirs = state((captured._texts, *inner[1:])), state(plain)
+        assert theirs["pace"].sum() > 0 and theirs["offsets"].abs().sum() > 0
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name].cpu(), value.cpu(), msg=lambda m, name=name: name + ": " + m)
+    """
+    run(OBSERVERS + textwrap.dedent(code), ALL)
+
+
 # -- the small kernels, against torch's or plain Python's ------------------------------------------------------------
 
 
