@@ -215,7 +215,8 @@ device = torch.device("cuda")
 pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, COLUMNS, dtype=torch.int32, device=device))
 
 def make():
-    texts = RequestTexts(pool, VOCAB, WIDTH)
+    texts, slots = RequestTexts(pool, VOCAB, WIDTH), range(1, SLOTS)
+    texts.recent.begin(torch.arange(1, SLOTS, device=device), texts.recent.place(slots, slots, [0] * len(slots)).to(device))
     return texts, RequestWeights(device, RequestPace(SLOTS, 0.5, device)), AcceptanceEstimator(DEPTH, device, steps_together=1)
 
 def make_record(draw, lens, has_trees):
