@@ -25,8 +25,8 @@ def take_over_collectives() -> None:
         if getattr(module, genuine.__name__, None) is genuine:
             setattr(module, genuine.__name__, lambda device: "gloo")
 
-    def leave_it_to_torch(self, *args, **kwargs) -> None:
-        self.available, self.disabled = False, True
+    def leave_it_to_torch(self, group, device, **kwargs) -> None:
+        self.device, self.available, self.disabled = device, False, True
 
     PyNcclCommunicator.__init__ = leave_it_to_torch
     for name in COLLECTIVES:
