@@ -48,7 +48,6 @@ class Arm:
     plugin: str = ""
     must_log: str = ""
     has_twin: bool = False
-    num_devices: int = 1
     has_streams_checked: bool = False
     may_wait: bool = False
 
@@ -130,7 +129,6 @@ ARMS: Mapping[str, Arm] = {
         must_log="Retract requests",
     ),
     "heads of 128": Arm([*_serve(TARGET_128), *FIXED]),
-    "two ranks": Arm([*COMMON, *FIXED, "--tp-size", "2", "--disable-custom-all-reduce"], num_devices=2),
     "fa3": Arm([*_serve(TARGET, "fa3"), *FIXED], has_twin=True),
 }  # fmt: skip
 QUICK = {name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False) for name in ("fixed", "eagle3")}

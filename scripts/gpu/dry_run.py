@@ -48,7 +48,7 @@ def run_arm(name: str, arm: Arm, folder: Path, reference: Reference, prompts: li
     row: dict = {"arm": name, "error": None, "cases": [], "lost": None}
     try:
         flags, variables = prepare(arm, folder)
-        computing = environment(BUILD / "host-cuda", arm.num_devices) | {"HOST_CUDA_LEDGER": str(folder / "ledger" / stem)}
+        computing = environment(BUILD / "host-cuda") | {"HOST_CUDA_LEDGER": str(folder / "ledger" / stem)}
         if arm.has_streams_checked:
             computing["HOST_CUDA_STREAMS"] = "1"
         if "PYTHONPATH" in variables:

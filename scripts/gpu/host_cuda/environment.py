@@ -30,14 +30,13 @@ def build(out: Path) -> None:
     (described / "entry_points.txt").write_text("[sglang.srt.plugins]\nhost_cuda = host_cuda.plugin:load\n")
 
 
-def environment(libraries: Path, num_devices: int = 1) -> dict[str, str]:
+def environment(libraries: Path) -> dict[str, str]:
     """Variables for a server or a script.
 
     Args:
-        libraries: from `build`. num_devices: one for each rank.
+        libraries: from `build`.
     """
     return {
-        "HOST_CUDA_DEVICES": str(num_devices),
         "LD_PRELOAD": " ".join(str(libraries / name) for name in _PRELOADED),
         "LD_LIBRARY_PATH": _first("LD_LIBRARY_PATH", [libraries]),
         "TRITON_LIBCUDA_PATH": str(libraries),
