@@ -70,6 +70,7 @@ ON_GPU_ALONE = {
 
 
 def on_cpu(flags: Sequence[str]) -> list[str]:
+    """The same server on the CPU platform."""
     left, kept = list(flags), []
     while left:
         flag = left.pop(0)

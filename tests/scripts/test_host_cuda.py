@@ -264,8 +264,6 @@ def test_captured_observers_learn_what_the_others_learn(run, has_trees):
             inner, inner[0], batch_sizes=[1, 2, 4], width=WIDTH, max_depth=DEPTH, has_trees={has_trees}, has_evidence=True,
             device=device,
         )
-        # Warming up has shown the estimates nothing, and the pace a fading mean.
-        inner[1]._pace._all.fill_(1)
         for _ in range(25):
             record = make_record(draw, lens, {has_trees})
             for observer in plain:

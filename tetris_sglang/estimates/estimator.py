@@ -13,6 +13,7 @@ from tetris_sglang.observers import StepRecord
 from tetris_sglang.texts import FIRST_COPIED, FIRST_EXTENSION, INITIAL_OFFSETS, NO_EXTENSION, is_copied
 
 _MAX_REQUESTS = 128
+"""In steps that are learnt from together."""
 
 
 class JudgedNodes(NamedTuple):

@@ -65,6 +65,7 @@ class RequestPace:
         Sync: none; CUDA-graph safe.
         """
         step = torch.stack((emitted, emitted > 0)).float()
-        self._all.mul_(MEAN_DECAY).add_(step.sum(dim=1, keepdim=True))
+        # Where nobody is a request, nothing fades.
+        self._all.mul_(MEAN_DECAY ** step[1].amax()).add_(step.sum(dim=1, keepdim=True))
         sums = self._sums.index_select(1, rows).mul_(1 - 1 / MEMORY_STEPS).add_(step)
         self._sums.index_copy_(1, rows, sums)

@@ -1,4 +1,4 @@
-"""Collectives between ranks: Gloo on the host's side of device memory, in the order of the device's other operations."""
+"""Collectives of a rank that is alone: Gloo on the host's side of device memory, in the order of the device's operations."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"
 def take_over_collectives() -> None:
     """Let SGLang's groups of ranks be Gloo's, and their collectives take device memory."""
     import sglang.srt.distributed.parallel_state as parallel_state
-    from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
 
     genuine = parallel_state.get_default_distributed_backend
     for module in list(sys.modules.values()):
         if getattr(module, genuine.__name__, None) is genuine:
             setattr(module, genuine.__name__, lambda device: "gloo")
 
-    def leave_it_to_torch(self, group, device, **kwargs) -> None:
-        self.device, self.available, self.disabled = device, False, True
-
-    PyNcclCommunicator.__init__ = leave_it_to_torch
     for name in COLLECTIVES:
         setattr(dist, name, _on_host(name, getattr(dist, name)))
 

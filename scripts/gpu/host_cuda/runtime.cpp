@@ -77,8 +77,6 @@ struct LaunchConfiguration {
 };
 thread_local LaunchConfiguration configurations[64];
 thread_local int configuration_count = 0;
-// A process uses one, if several are there for several ranks.
-thread_local int current_device = 0;
 }  // namespace
 
 extern "C" {
@@ -196,7 +194,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const vo
   memset(attributes, 0, sizeof *attributes);
   int kind = host_cuda_memory_kind(pointer);
   attributes->type = (cudaMemoryType)kind;
-  attributes->device = kind == kDevice ? current_device : -1;
+  attributes->device = kind == kDevice ? 0 : -1;
   attributes->devicePointer = kind ? (void *)pointer : nullptr;
   attributes->hostPointer = kind == kDevice ? nullptr : (void *)pointer;
   return cudaSuccess;
@@ -211,13 +209,8 @@ cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int) { *pool = (cud
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *) { memset(handle, 0, sizeof *handle); return cudaSuccess; }
 
 // -- the device
-cudaError_t cudaGetDeviceCount(int *count) {
-  const char *devices = getenv("HOST_CUDA_DEVICES");
-  *count = devices ? atoi(devices) : 1;
-  return cudaSuccess;
-}
-cudaError_t cudaSetDevice(int device) { current_device = device; return cudaSuccess; }
-cudaError_t cudaGetDevice(int *device) { *device = current_device; return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
+cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, "NVIDIA H100 80GB HBM3 (on the host)");

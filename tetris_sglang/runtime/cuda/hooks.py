@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+def _captures_target(runner) -> bool:
+    """Whether a graph runner captures the target of a TETRIS server; the draft's inherit what is hooked."""
+    return runner.model_runner.spec_algorithm.name == "TETRIS" and getattr(runner, "ragged_verify_mode", False)
+
+
 def make_capture_input(original, runner, num_tokens: int):
     """Around `DecodeCudaGraphRunner.get_spec_info`: TETRIS's target passes are captured ragged, without a mask."""
-    model_runner = runner.model_runner
-    if model_runner.spec_algorithm.name != "TETRIS" or model_runner.is_draft_worker or not runner.ragged_verify_mode:
+    if not _captures_target(runner):
         return original(runner, num_tokens)
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
@@ -29,15 +33,14 @@ def make_row_tiers(original, runner) -> list[int]:
 
     Upstream has a tier per captured batch size, of whole chains alone.
     """
-    if runner.model_runner.spec_algorithm.name != "TETRIS":
+    if not _captures_target(runner):
         return original(runner)
     return row_tiers(runner.capture_bs, runner.captured_req_width)
 
 
 def capture_row_tiers(original, runner, *args, **kwargs):
     """Around `DecodeCudaGraphRunner._capture_one_stream`, which captures batch sizes times the rows of a request."""
-    # The draft's runners inherit it.
-    if runner.model_runner.spec_algorithm.name != "TETRIS" or not getattr(runner, "ragged_verify_mode", False):
+    if not _captures_target(runner):
         return original(runner, *args, **kwargs)
     for tier in runner.capture_num_tokens:
         runner._capture_ragged_verify_layout(tier)  # kept; it needs the true width
