@@ -115,7 +115,6 @@ def make_step(proposal: Proposal, depth: int, device: str, path: Path) -> Callab
         draft="standalone",
         topk=1,
         num_nodes=num_nodes,
-        num_extension=0,
         num_slots=batch,
         device=device,
     )

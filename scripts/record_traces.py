@@ -55,19 +55,20 @@ class Recording(NamedTuple):
     num_steps: int = 6
     topk: int = 1
     temperature: float = 0.0
-    num_extension: int = 0
-    """Tokens with which chains go on from recent texts."""
+    leaves: int = 0
+    """Runners-up beside each token of a chain."""
     calibration: bool = True
     """Off: the draft's own tokens and probabilities, as SGLang's speculation has them."""
 
     @property
     def num_nodes(self) -> int:
-        return self.num_steps * self.topk + self.num_extension
+        return self.num_steps * (self.topk + self.leaves)
 
 
 RECORDINGS = {
     "eagle3": Recording(),
-    "eagle3_extension": Recording(num_extension=6),
+    "eagle3_leaves": Recording(leaves=1),
+    "eagle3_leaves_sampled": Recording(leaves=1, temperature=1.0),
     "eagle3_tree": Recording(num_steps=5, topk=3),
     "eagle3_sampled": Recording(temperature=1.0),
     "ngram": Recording(is_ngram=True),
@@ -142,8 +143,8 @@ def record(
         "--speculative-tetris-capacity-per-request", str(recording.num_nodes), "--speculative-tetris-record", str(path),
         "--speculative-tetris-calibration", "true" if recording.calibration else "false",
     ]  # fmt: skip
-    if recording.num_extension:
-        arguments += ["--speculative-num-draft-tokens", str(recording.num_nodes + 1)]
+    if recording.leaves:
+        arguments += ["--speculative-tetris-leaves", str(recording.leaves)]
     # Settings in the environment are for other servers.
     for name in find_settings():
         del os.environ[name]

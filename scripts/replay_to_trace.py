@@ -42,7 +42,7 @@ def main(
     rows["depth"], rows["selected"] = depth, depth
     rows["raw"] = survival_from_probs(probs).numpy()
     rows["survival"] = calibrate(probs, accepted).numpy()
-    rows["node_depths"] = rows["passes"] = np.arange(1, depth + 1)
+    rows["node_depths"] = np.arange(1, depth + 1)
     bits = np.arange(depth) < accepted.numpy()[:, None]
     rows["accepted"] = np.packbits(bits, axis=1, bitorder="little")
     out.parent.mkdir(parents=True, exist_ok=True)

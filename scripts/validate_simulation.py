@@ -6,8 +6,8 @@
 
 1. A TETRIS server with automatic capacity starts alone and times its passes, as any does.
 2. Two servers answer the comparison's requests one at a time and record what was drafted: one the head's own tokens, which
-   SGLang's speculation verifies; the other what TETRIS drafts from matches, with chains that go on. That the answers are
-   those of the comparison is checked.
+   SGLang's speculation verifies; the other what TETRIS drafts, matches included. That the answers are those of the
+   comparison is checked.
 3. The same requests are simulated in the same order. Fitted are four constants to the runs without speculation and to those of
    SGLang's own with the fewest drafts: the machine's pace against that of the timed passes, with one row and with more, the
    host's time per step, and what a prefill costs beyond its pass.
@@ -59,10 +59,10 @@ TRACES = REPOSITORY / "build/validate_simulation"
 DEPTH = 6
 OWN, SERVED = "own", "served"
 RECORDINGS = {
-    OWN: (DEPTH, "--speculative-tetris-calibration", "false"),
-    SERVED: (2 * DEPTH, "--speculative-num-draft-tokens", str(2 * DEPTH + 1)),
+    OWN: ("--speculative-tetris-calibration", "false"),
+    SERVED: (),
 }
-"""Drafts per request, all verified, and flags: the head's own tokens and probabilities; calibrated chains that go on."""
+"""Flags of the servers: the head's own tokens and probabilities; calibrated drafts, matches included."""
 BAND = 0.10
 CHUNK_TOKENS = 2048
 """SGLang's default for --chunked-prefill-size on such a machine."""
@@ -202,12 +202,12 @@ def record_texts(prompts: Sequence[Prompt], workload: Chats, settings: Settings,
     lengths = [workload.choose_length(prompt) for prompt in prompts]
     head = hashlib.sha256((find_head() / "model.safetensors").read_bytes()).hexdigest()
     rows, answers = {}, []
-    for name, recording in track(RECORDINGS.items(), description="recording drafts"):
-        described = json.dumps([recording, head, prompts, lengths, settings.lengths])
+    for name, flags in track(RECORDINGS.items(), description="recording drafts"):
+        described = json.dumps([DEPTH, flags, head, prompts, lengths, settings.lengths])
         path = folder / f"{name}_{hashlib.sha256(described.encode()).hexdigest()[:16]}.trace"
         answers_path = path.with_suffix(".json")
         if not answers_path.exists():
-            answers_path.write_text(json.dumps(record(recording, path, prompts, lengths, settings)))
+            answers_path.write_text(json.dumps(record(flags, path, prompts, lengths, settings)))
         answers.append(json.loads(answers_path.read_text()))
         rows[name] = read_rows(path)
     hashes, prompt_lens, output_lens = zip(*answers[-1], strict=True)
@@ -221,9 +221,9 @@ def record_texts(prompts: Sequence[Prompt], workload: Chats, settings: Settings,
 
 
 def record(
-    recording: tuple, path: Path, prompts: Sequence[Prompt], lengths: Sequence[int], settings: Settings
+    flags: Sequence[str], path: Path, prompts: Sequence[Prompt], lengths: Sequence[int], settings: Settings
 ) -> list[tuple[str, int, int]]:
-    """Serve the prompts one at a time: the trace then numbers them as they are.
+    """Serve the prompts one at a time, every draft verified: the trace then numbers them as they are.
 
     Scheduling is synchronous: under overlap a request that has ended may ride in one more step.
 
@@ -231,10 +231,9 @@ def record(
         Of each answer the hash, its prompt's tokens and its own.
     """
     texts = render_chats(ensure_target(), [prompt.text for prompt in prompts])
-    num_drafts, *flags = recording
     arguments = [
         *(*tetris_arguments(settings), *flags, "--max-running-requests", "1", "--disable-overlap-schedule"),
-        *("--speculative-tetris-capacity-per-request", str(num_drafts)),
+        *("--speculative-tetris-capacity-per-request", str(DEPTH)),
         *("--speculative-tetris-record", str(path)),
     ]
     # Settings in the environment are for other servers.
@@ -262,7 +261,7 @@ def find_policy(arm: Arm) -> tuple[str, str] | None:
         "full": (f"sd{arm.k}", SERVED),
         "tetris": (f"tetris{arm.k}+{arm.extra}", SERVED),
         "uniform": (f"uniform{arm.k}+{arm.extra}", SERVED),
-        "auto": ("auto", SERVED) if (arm.num_steps, arm.extension) == (DEPTH, DEPTH) else None,
+        "auto": ("auto", SERVED) if arm.num_steps == DEPTH else None,
     }.get(arm.family)
 
 

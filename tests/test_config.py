@@ -16,7 +16,7 @@ from tetris_sglang.config import (
 
 PER_REQUEST, TOKENS = "SGLANG_TETRIS_CAPACITY_PER_REQUEST", "SGLANG_TETRIS_CAPACITY_TOKENS"
 SELECTION, PHASE_TIMES = "SGLANG_TETRIS_SELECTION", "SGLANG_TETRIS_PHASE_TIMES"
-RECORD, FAIRNESS = "SGLANG_TETRIS_RECORD", "SGLANG_TETRIS_FAIRNESS"
+RECORD, LEAVES = "SGLANG_TETRIS_RECORD", "SGLANG_TETRIS_LEAVES"
 
 
 def parse(num_steps: int = DEFAULT_NUM_STEPS, **variables: str) -> TetrisConfig:
@@ -34,8 +34,8 @@ def parse(num_steps: int = DEFAULT_NUM_STEPS, **variables: str) -> TetrisConfig:
         ({SELECTION: "tetris"}, "selection", "tetris"),
         ({SELECTION: "uniform"}, "selection", "uniform"),
         ({SELECTION: "random"}, "selection", "random"),
-        ({FAIRNESS: "0"}, "fairness", 0.0),
-        ({FAIRNESS: "0.5"}, "fairness", 0.5),
+        ({LEAVES: "0"}, "leaves", 0),
+        ({LEAVES: "3"}, "leaves", 3),
         ({PHASE_TIMES: "1"}, "phase_times", True),
         ({PHASE_TIMES: "True"}, "phase_times", True),
         ({PHASE_TIMES: "no"}, "phase_times", False),
@@ -66,7 +66,7 @@ def test_a_file_is_no_folder_to_record_in(tmp_path):
 
 @pytest.mark.parametrize("num_steps", [1, 6, 64])
 def test_by_default_the_capacity_sets_itself(num_steps):
-    assert parse(num_steps) == TetrisConfig(num_steps, None, None, "tetris", fairness=1.0, calibration=True)
+    assert parse(num_steps) == TetrisConfig(num_steps, None, None, "tetris", calibration=True)
     assert parse(num_steps, **{PER_REQUEST: "auto"}) == parse(num_steps)
     assert parse(num_steps, **{PER_REQUEST: "AUTO", TOKENS: "8"}).capacity_tokens == 8
 
@@ -123,28 +123,6 @@ def test_number_of_steps_out_of_range(num_steps):
 @pytest.mark.parametrize("num_steps", [1, MAX_NUM_STEPS])
 def test_number_of_steps_at_the_ends_of_the_range(num_steps):
     assert parse(num_steps).num_steps == num_steps
-
-
-@pytest.mark.parametrize(
-    "variables, fairness",
-    [
-        ({}, 1.0),
-        ({PER_REQUEST: "auto"}, 1.0),
-        ({PER_REQUEST: "3"}, 0.0),
-        ({TOKENS: "8"}, 0.0),
-        ({SELECTION: "uniform"}, 0.0),
-        ({FAIRNESS: "0"}, 0.0),
-        ({TOKENS: "8", FAIRNESS: "2"}, 2.0),
-    ],
-)
-def test_a_capacity_that_sets_itself_is_fair_by_default(variables, fairness):
-    assert parse(**variables).fairness == fairness
-
-
-def test_a_baseline_knows_no_fairness():
-    with pytest.raises(ValueError, match="fairness=2.0 and .*selection=random are both given.*Remove one"):
-        parse(**{FAIRNESS: "2", SELECTION: "random"})
-    assert parse(**{FAIRNESS: "2", SELECTION: "tetris"}).fairness == 2
 
 
 def test_both_forms_of_capacity():

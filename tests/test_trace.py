@@ -19,7 +19,6 @@ def make_rows(count: int, seed: int = 0) -> np.ndarray:
     for name in ("raw", "survival"):
         rows[name] = -np.sort(-draw.random((count, NUM_NODES)))
     rows["node_depths"] = draw.integers(0, 6, (count, NUM_NODES))
-    rows["passes"] = draw.integers(0, 3, (count, NUM_NODES))
     rows["accepted"] = np.packbits(draw.random((count, NUM_NODES)) < 0.5, axis=1, bitorder="little")
     return rows
 
@@ -43,7 +42,6 @@ def test_what_is_written_is_read(tmp_path, name):
     assert trace.raw.astype(np.float16).tolist() == rows["raw"].tolist()
     assert trace.survival.astype(np.float16).tolist() == rows["survival"].tolist()
     assert trace.node_depths.tolist() == rows["node_depths"].tolist()
-    assert trace.passes.tolist() == rows["passes"].tolist()
     for row, accepted in zip(rows["accepted"], trace.accepted, strict=True):
         assert accepted.tolist() == [bool(row[node // 8] >> node % 8 & 1) for node in range(NUM_NODES)]
 
@@ -51,25 +49,12 @@ def test_what_is_written_is_read(tmp_path, name):
 def test_the_layout_is_the_documented_one():
     """Other programs may read the file: packed, in this order, little-endian."""
     kind = row_type(NUM_NODES)
-    ends = np.cumsum([4, 4, 1, 2, 2 * NUM_NODES, 2 * NUM_NODES, NUM_NODES, NUM_NODES, 2])
+    ends = np.cumsum([4, 4, 1, 2, 2 * NUM_NODES, 2 * NUM_NODES, NUM_NODES, 2])
     assert [kind.fields[name][1] for name in kind.names] == [0, *ends[:-1]]
     assert kind.itemsize == ends[-1]
     row = np.zeros(1, kind)
     row["step"], row["selected"] = 0x01020304, 0x0506
     assert row.tobytes()[:11] == bytes([4, 3, 2, 1, 0, 0, 0, 0, 0, 6, 5])
-
-
-def test_version_1_had_as_many_passes_as_levels(tmp_path):
-    path = tmp_path / "run.trace"
-    rows = make_rows(3)
-    old = np.zeros(3, row_type(NUM_NODES, version=1))
-    for name in old.dtype.names:
-        old[name] = rows[name]
-    header = {"format": FORMAT, "version": 1, "num_nodes": NUM_NODES}
-    path.write_bytes(json.dumps(header).encode() + b"\n" + old.tobytes())
-    trace = read_trace(path)
-    assert trace.passes.tolist() == trace.node_depths.tolist() == rows["node_depths"].tolist()
-    assert trace.survival.astype(np.float16).tolist() == rows["survival"].tolist()
 
 
 @pytest.mark.parametrize("torn", [1, row_type(NUM_NODES).itemsize - 1])

@@ -11,7 +11,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,6 @@ _NOT_SETTINGS = frozenset({"SGLANG_TETRIS_CACHE", "SGLANG_TETRIS_CPU_OVERLAP", "
 
 MAX_NUM_STEPS = 64
 DEFAULT_NUM_STEPS = 6
-
-
-def default_extension(num_steps: int) -> int:
-    """Tokens by which chains go on from recent texts where the capacity sets itself: as many as were drafted."""
-    return max(0, min(num_steps, MAX_NUM_STEPS - num_steps))
 
 
 def _parse_positive_float(text: str) -> float:
@@ -89,19 +84,13 @@ def _parse_selection(text: str) -> str:
     return text
 
 
-MAX_FAIRNESS = 4.0
-AUTO_FAIRNESS = 1.0
-"""Where the capacity sets itself. A fixed one keeps to the paper's rule."""
+MAX_LEAVES = 3
 
 
-def _parse_fairness(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_FAIRNESS:
-        raise ValueError(f"must be a number from 0 to {MAX_FAIRNESS:g}")
-    return value
+def _parse_leaves(text: str) -> int:
+    if not (text.isdecimal() and int(text) <= MAX_LEAVES):
+        raise ValueError(f"must be a whole number from 0 to {MAX_LEAVES}")
+    return int(text)
 
 
 DRAFT_KINDS = ("standalone", "eagle", "eagle3", "mtp", "ngram")
@@ -188,13 +177,11 @@ SETTINGS: tuple[Setting, ...] = (
         "uniform (the same number per request) or random. The latter two are baselines for comparisons.",
     ),
     Setting(
-        "fairness",
-        _parse_fairness,
-        "NUMBER",
-        "TETRIS: how much more the drafts of slow requests count in the selection: survivals are divided by the tokens per "
-        "step that the request has emitted so far, to this power. 0: the most tokens per step (the paper's rule); 1: "
-        "proportional fairness, as fast where it was measured; 2 shortens the slowest requests further, for a few percent. "
-        "Default: 1 where the capacity sets itself, else 0.",
+        "leaves",
+        _parse_leaves,
+        "WHOLE_NUMBER",
+        "TETRIS: runners-up that are drafted beside each token of a chain, without a further pass of the draft. They are "
+        "verified where they are more likely to be accepted than what lies deeper. Default: 0.",
     ),
     Setting(
         "calibration",
@@ -253,14 +240,13 @@ class TetrisConfig:
     num_steps: tokens drafted per request and step (D), from --speculative-num-steps.
     capacity_per_request: C = capacity_per_request * batch size, or None.
     capacity_tokens: absolute C in draft tokens per step, or None. Neither: the capacity sets itself.
-    fairness: see `selection.RequestPace`; 0: none.
     """
 
     num_steps: int
     capacity_per_request: float | None
     capacity_tokens: int | None
     selection: str = "tetris"
-    fairness: float = 0.0
+    leaves: int = 0
     calibration: bool = True
     shared_texts: bool = False
     phase_times: bool = False
@@ -300,17 +286,9 @@ class TetrisConfig:
                 f"--speculative-tetris-capacity-tokens={values['capacity_tokens']} are both given (as flags or as "
                 f"SGLANG_TETRIS_* variables): they are two forms of one capacity. Remove one of them."
             )
-        if "fairness" in values and values.get("selection", "tetris") != "tetris":
-            raise ValueError(
-                f"--speculative-tetris-fairness={values['fairness']} and --speculative-tetris-selection="
-                f"{values['selection']} are both given: that baseline looks at no survivals. Remove one of them."
-            )
         values.setdefault("capacity_per_request", None)
         values.setdefault("capacity_tokens", None)
-        config = cls(num_steps=num_steps, **values)
-        if "fairness" in values or not config.capacity_is_automatic or config.selection != "tetris":
-            return config
-        return replace(config, fairness=AUTO_FAIRNESS)
+        return cls(num_steps=num_steps, **values)
 
 
 def find_settings(environment: Mapping[str, str] = os.environ) -> list[str]:

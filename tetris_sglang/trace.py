@@ -7,15 +7,14 @@ out); a name that ends in .gz is compressed. Little-endian:
 |---|---|---|
 | step | uint32 | number of the step |
 | request | uint32 | number of the request, in order of appearance |
-| depth | uint8 | passes of the draft in the step; 0: the requests' texts alone drafted |
+| depth | uint8 | levels that the step drafted |
 | selected | uint16 | drafts verified of this request: the first so many nodes |
 | raw | float16[num_nodes] | survival of each node by the draft's own probabilities |
 | survival | float16[num_nodes] | the same, calibrated: what selection saw |
 | node_depths | uint8[num_nodes] | level of each node, from 1; 0: no node |
-| passes | uint8[num_nodes] | passes of the draft that have the node: its level, or fewer where the request's text continues |
 | accepted | uint8[ceil(num_nodes / 8)] | bits, lowest first: the node was accepted |
 
-Version 1 had no `passes`: as many as levels. Nodes stand in the order of `Proposal`.
+Nodes stand in the order of `Proposal`.
 The JSON has `format`, `version`, `num_nodes`, and whatever else describes the run.
 """
 
@@ -28,12 +27,11 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-FORMAT, VERSION = "tetris-sglang trace", 2
+FORMAT, VERSION = "tetris-sglang trace", 3
 
 
-def row_type(num_nodes: int, version: int = VERSION) -> np.dtype:
+def row_type(num_nodes: int) -> np.dtype:
     """The type of a row; see the module's table."""
-    passes = [("passes", "u1", (num_nodes,))] if version > 1 else []
     return np.dtype(
         [
             ("step", "<u4"),
@@ -43,7 +41,6 @@ def row_type(num_nodes: int, version: int = VERSION) -> np.dtype:
             ("raw", "<f2", (num_nodes,)),
             ("survival", "<f2", (num_nodes,)),
             ("node_depths", "u1", (num_nodes,)),
-            *passes,
             ("accepted", "u1", (-(-num_nodes // 8),)),
         ]
     )
@@ -67,8 +64,6 @@ class Trace(NamedTuple):
     """[N, n] float32, non-increasing."""
     node_depths: np.ndarray
     """[N, n] int64."""
-    passes: np.ndarray
-    """[N, n] int64, at most `node_depths`."""
     accepted: np.ndarray
     """[N, n] bool. Nodes that were not verified are False, whatever the target would have said."""
 
@@ -100,8 +95,8 @@ def read_trace(path: Path) -> Trace:
         with _open(path, "rb") as file:
             header_line, data = file.readline(), file.read()
         header = json.loads(header_line)
-        known = header["format"] == FORMAT and header["version"] in (1, VERSION)
-        kind = row_type(header["num_nodes"], header["version"])
+        known = header["format"] == FORMAT and header["version"] == VERSION
+        kind = row_type(header["num_nodes"])
     except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile):
         known = False
     if not known:
@@ -117,7 +112,6 @@ def read_trace(path: Path) -> Trace:
         raw=rows["raw"].astype(np.float32),
         survival=rows["survival"].astype(np.float32),
         node_depths=rows["node_depths"].astype(np.int64),
-        passes=rows["passes" if "passes" in (rows.dtype.names or ()) else "node_depths"].astype(np.int64),
         accepted=bits.astype(bool),
     )
 

@@ -26,13 +26,6 @@ def test_curves_are_sums_of_the_best():
     assert torch.allclose(curves * 2, torch.tensor(expected))
 
 
-def test_what_no_pass_has_to_draft_is_there_at_depth_0():
-    survival = torch.tensor([[0.9, 0.8], [0.6, 0.2]])
-    depths = torch.tensor([[0, 0], [1, 2]])
-    curves = measure_curves(survival, depths, 1, torch.tensor([0.5, 1.0, 1.5]))
-    assert torch.allclose(curves * 2, torch.tensor([[0.9, 1.7, 1.7], [0.9, 1.7, 2.3]]))
-
-
 def test_curves_of_trees_count_nodes_by_their_own_depth():
     survival = torch.tensor([[0.7, 0.5, 0.2, 0.1]])
     depths = torch.tensor([[1, 2, 1, 3]])
@@ -44,23 +37,10 @@ def test_a_shallow_step_says_little_about_deep_ones():
     curves = AcceptCurves(4, capacity_shares(4))
     full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(5)])
     for _ in range(200):
-        curves.confirm(4, curves.observe(full, 64, 64), 64 * 0.5)
+        curves.confirm(curves.observe(full, 64, 64), 64 * 0.5)
     gain = curves.accepted(np.array([4]), np.array([4.0])) - curves.accepted(np.array([2]), np.array([4.0]))
     for _ in range(50):
-        curves.confirm(2, curves.observe(full[:3] * 1.5, 64, 64), 64 * 0.75)
+        curves.confirm(curves.observe(full[:3] * 1.5, 64, 64), 64 * 0.75)
     at_two, at_four = (float(curves.accepted(np.array([d]), np.array([4.0]))[0]) for d in (2, 4))
     assert at_two == pytest.approx(1.5, rel=0.01)
     assert at_four - at_two == pytest.approx(float(gain[0]), rel=0.05)
-
-
-def test_what_the_texts_hold_says_nothing_about_a_draft_that_is_better():
-    curves = AcceptCurves(4, capacity_shares(4))
-    full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(5)])
-    for _ in range(200):
-        curves.confirm(4, curves.observe(full, 64, 64), 64 * 0.5)
-    before = curves.accepted(np.array([1, 4]), np.array([4.0, 4.0]))
-    for _ in range(50):
-        curves.confirm(0, curves.observe(full[1:2], 64, 64), 64 * 0.5)
-    at = curves.accepted(np.array([0, 1, 4]), np.array([4.0, 4.0, 4.0]))
-    assert at[0] == pytest.approx(0.5, rel=0.01)
-    assert at[1:] == pytest.approx(before, rel=0.01)

@@ -74,7 +74,7 @@ class Server:
                 if isinstance(policy, AutoCapacity):
                     curves = measure(policy, survival)
                     expected = policy.curves.observe(curves, batch_size, plan.capacity_tokens)
-                    policy.confirm(plan.depth, batch_size, expected, accepted)
+                    policy.confirm(batch_size, expected, accepted)
             plans.append(plan)
             seconds = self.seconds(batch_size, plan)
             tokens, total_s = tokens + batch_size + accepted, total_s + seconds
@@ -189,80 +189,6 @@ def test_a_draft_that_becomes_useful_is_noticed():
     useful = Server(0.9)
     _, plans = useful.run(policy, [8] * 300)
     assert all(plan.depth > 0 for plan in plans[-20:])
-
-
-@pytest.mark.parametrize("batch_size", [1, 16])
-def test_texts_that_repeat_themselves_do_without_a_useless_draft(batch_size):
-    """The texts begin to repeat themselves when the draft has long been left alone."""
-    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: min(NUM_STEPS + 4, depth + 4), num_extension=4)
-    policy = AutoCapacity(
-        StepTimeModel(SEED, max_rows=256, max_batch_size=64),
-        AcceptCurves(NUM_STEPS, capacity_shares(limits.count_nodes(NUM_STEPS))),
-    )
-    server = Server(0.02)
-
-    def run(quality: float, num_steps: int) -> list[StepPlan]:
-        """`quality`: of the texts' own tokens."""
-        plans = []
-        for _ in range(num_steps):
-            plan = policy.choose(batch_size, limits)
-            plans.append(plan)
-            shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
-            policy.begin_step(shape)
-            if plan.capacity_tokens:
-                # The texts' tokens, which any depth has; the draft's are behind them and worth nothing.
-                places = np.arange(limits.count_nodes(plan.depth))
-                survival = torch.tensor(np.where(places < 4, quality ** (places + 1), 0.0)).float()
-                curves = measure_curves(
-                    survival.expand(batch_size, -1),
-                    torch.tensor(np.maximum(places - 3, 0)),
-                    plan.depth,
-                    torch.tensor(policy.curves.shares, dtype=torch.float32),
-                )
-                expected = policy.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
-                policy.confirm(plan.depth, batch_size, expected, round(expected))
-            policy.step_times.observe(shape, server.seconds(batch_size, plan))
-        return plans
-
-    alone = run(0.02, 200)
-    assert sum(plan == StepPlan(0, 0) for plan in alone[100:]) > 85
-    assert sum(plan.depth == 0 and plan.capacity_tokens > 0 for plan in alone[100:]) >= 5
-    repeating = run(0.9, 100)
-    # Next to nothing is left plain, and next to no pass is spent.
-    assert sum(plan.capacity_tokens < batch_size for plan in repeating[40:]) <= 2
-    assert sum(plan.depth > 0 for plan in repeating[40:]) <= 5
-    assert run(0.0, 200)[-50:].count(StepPlan(0, 0)) > 40
-
-
-@pytest.mark.parametrize("batch_size", [4, 16])
-def test_a_draft_that_is_better_than_it_believes_is_found_beside_good_texts(batch_size):
-    """Half of the requests have texts that are nearly always right, and know it; the draft is always right, and does not."""
-    limits = DraftLimits(range(NUM_STEPS + 1), lambda depth: depth + 4, num_extension=4)
-    policy = AutoCapacity(
-        StepTimeModel(SEED, max_rows=256, max_batch_size=64),
-        AcceptCurves(NUM_STEPS, capacity_shares(limits.count_nodes(NUM_STEPS))),
-    )
-    server, plans = Server(0.9), []
-    shares = torch.tensor(policy.curves.shares, dtype=torch.float32)
-    places = torch.arange(1, NUM_STEPS + 5)
-    from_texts = (places - 4).clamp(min=0).expand(batch_size, -1)
-    passes = torch.where(torch.arange(batch_size)[:, None] % 2 == 0, from_texts, places)
-    believed = torch.where(passes == 0, 0.95, 0.6).cumprod(dim=1)
-    for _ in range(200):
-        plan = policy.choose(batch_size, limits)
-        plans.append(plan)
-        shape = StepShape(batch_size, plan.depth, batch_size + plan.capacity_tokens)
-        policy.begin_step(shape)
-        if plan.capacity_tokens:
-            survival = believed * (passes <= plan.depth)
-            curves = measure_curves(survival, passes, plan.depth, shares).numpy()
-            expected = policy.curves.observe(curves, batch_size, plan.capacity_tokens)
-            lens = select_prefixes(survival, plan.capacity_tokens)
-            is_right = ((passes <= plan.depth) & (places <= lens[:, None])).float() * (0.95 if plan.depth == 0 else 1)
-            policy.confirm(plan.depth, batch_size, expected, round(float(is_right.cumprod(dim=1).sum())))
-        policy.step_times.observe(shape, server.seconds(batch_size, plan))
-    # How deep is for calibration to find.
-    assert sum(plan.depth > 0 for plan in plans[40:]) > 0.9 * 160
 
 
 def test_load_up_and_down_without_flapping():

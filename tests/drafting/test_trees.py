@@ -1,4 +1,4 @@
-"""Draft trees: grown as said, ordered so that selection takes prefixes, masked and accepted as walking them by hand would."""
+"""Trees and combs: grown as said, ordered so that selection takes prefixes, masked and accepted as walking by hand would."""
 
 import math
 from itertools import product
@@ -13,9 +13,12 @@ from torch.utils._pytree import tree_leaves
 from tetris_sglang.acceptance import accept_chain, accept_tree
 from tetris_sglang.drafting import (
     ChainGrower,
+    Grid,
     TreeGrower,
+    TreeShape,
     ancestor_mask,
     count_nodes,
+    drop_leaves,
     make_grid,
 )
 from tetris_sglang.selection import select_prefixes
@@ -33,18 +36,25 @@ def random_tokens(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.rand(*shape[:-1], VOCAB, generator=generator).argsort(dim=-1)[..., : shape[-1]]
 
 
-def grow(seed: int, batch: int, branches: int, depth: int, max_nodes: int, tied: bool):
+def make_grower(tokens: torch.Tensor, probs: torch.Tensor, num_expanded: int):
+    if tokens.shape[1] == 1:
+        return ChainGrower(tokens, probs)
+    return TreeGrower(tokens, probs, num_expanded=num_expanded)
+
+
+def grow(seed: int, batch: int, branching: tuple[int, int], depth: int, max_nodes: int, tied: bool):
     """A proposal, and what it was grown from: level by level the children's tokens and probabilities."""
+    num_expanded, num_children = branching
     generator = torch.Generator().manual_seed(seed)
     levels = [
         (
-            random_tokens(generator, batch, *above, branches),
-            random_probs(generator, batch, *above, branches, tied=tied),
+            random_tokens(generator, batch, *above, num_children),
+            random_probs(generator, batch, *above, num_children, tied=tied),
         )
-        for above in [(), *[(branches,)] * (depth - 1)]
+        for above in [(), *[(num_expanded,)] * (depth - 1)]
     ]
     (tokens, probs), *others = levels
-    grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs)
+    grower = make_grower(tokens, probs, num_expanded)
     frontiers = []
     for tokens, probs in others:
         frontiers.append((grower.frontier_tokens.clone(), grower.frontier_rows))
@@ -61,44 +71,46 @@ class OnDeviceOnly(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("branches", [1, 3])
-def test_growing_copies_nothing_to_the_device(branches):
+@pytest.mark.parametrize("num_expanded, num_children", [(1, 1), (1, 2), (3, 3)])
+def test_growing_copies_nothing_to_the_device(num_expanded, num_children):
     """Drafts grow inside a captured CUDA graph, where a copy from the host ends the capture."""
     with OnDeviceOnly():
-        tokens = torch.empty(2, branches, dtype=torch.int64, device="meta")
-        probs = torch.empty(2, branches, device="meta")
-        grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs)
+        tokens = torch.empty(2, num_children, dtype=torch.int64, device="meta")
+        probs = torch.empty(2, num_children, device="meta")
+        grower = make_grower(tokens, probs, num_expanded)
         for _ in range(2):
             grower.grow(
-                tokens[:, :, None].expand(2, branches, branches),
-                probs[:, :, None].expand(2, branches, branches),
+                tokens[:, None].expand(2, num_expanded, num_children),
+                probs[:, None].expand(2, num_expanded, num_children),
             )
         grower.finish(3)
         with pytest.raises(AssertionError):  # the check can fail
             torch.tensor([1, 2])
 
 
-SHAPES = st.tuples(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 4), st.integers(1, 4), st.booleans())
+BRANCHINGS = st.sampled_from([(1, 2), (1, 3), (2, 2), (3, 3), (4, 4)])
+"""Expanded nodes of a level, and children of each: combs and trees."""
+SHAPES = st.tuples(st.integers(0, 10**6), st.integers(1, 4), BRANCHINGS, st.integers(1, 4), st.booleans())
 
 
 @given(SHAPES)
 def test_every_node_is_a_path_of_what_was_drafted(shape):
     """Rebuild each node's tokens and survival from the levels by following the frontier by hand."""
-    seed, batch, branches, depth, tied = shape
-    proposal, levels, frontiers = grow(seed, batch, branches, depth, 1000, tied)
-    assert proposal.tokens.shape[1] == count_nodes(depth, branches)
+    seed, batch, branching, depth, tied = shape
+    proposal, levels, frontiers = grow(seed, batch, branching, depth, 1000, tied)
+    assert proposal.tokens.shape[1] == count_nodes(depth, *branching)
     for request in range(batch):
         # Every path that was drafted, with its survival; rows: the paths that stand in the frontier's rows.
         first_tokens, first_probs = (level[request].tolist() for level in levels[0])
-        rows = [((token,), prob) for token, prob in zip(first_tokens, first_probs, strict=True)]
-        drafted, children = list(rows), []
+        children = [((token,), prob, 0) for token, prob in zip(first_tokens, first_probs, strict=True)]
+        drafted = [child[:2] for child in children]
         for (tokens, probs), (frontier_tokens, frontier_rows) in zip(levels[1:], frontiers, strict=True):
-            if frontier_rows is not None:
-                # The frontier's rows name the parents' rows; the tokens say which child of it stands there.
-                rows = [
-                    next(node for node in children if node[0][-1] == token and node[2] == row)[:2]
-                    for token, row in zip(frontier_tokens[request].tolist(), frontier_rows[request].tolist(), strict=True)
-                ]
+            # The frontier's rows name the parents' rows; the tokens say which child of it stands there.
+            parent_rows = [0] * len(frontier_tokens[request]) if frontier_rows is None else frontier_rows[request].tolist()
+            rows = [
+                next(node for node in children if node[0][-1] == token and node[2] == row)[:2]
+                for token, row in zip(frontier_tokens[request].tolist(), parent_rows, strict=True)
+            ]
             children = [
                 ((*path, token), survival * prob, row)
                 for row, (path, survival) in enumerate(rows)
@@ -121,24 +133,25 @@ def test_every_node_is_a_path_of_what_was_drafted(shape):
 
 @given(SHAPES)
 def test_the_frontier_is_each_levels_most_likely(shape):
-    seed, batch, branches, depth, tied = shape
+    seed, batch, (num_expanded, num_children), depth, tied = shape
     generator = torch.Generator().manual_seed(seed)
-    grower = TreeGrower(random_tokens(generator, batch, branches), random_probs(generator, batch, branches, tied=tied))
+    first = random_tokens(generator, batch, num_children), random_probs(generator, batch, num_children, tied=tied)
+    grower = make_grower(*first, num_expanded)
     survival = grower._frontier_survival
     for _ in range(depth - 1):
-        tokens = random_tokens(generator, batch, branches, branches)
-        probs = random_probs(generator, batch, branches, branches, tied=tied)
+        tokens = random_tokens(generator, batch, num_expanded, num_children)
+        probs = random_probs(generator, batch, num_expanded, num_children, tied=tied)
         children = (survival[:, :, None] * probs).flatten(1)
         grower.grow(tokens, probs)
         survival = grower._frontier_survival
-        best = children.sort(dim=1, descending=True).values[:, :branches]
+        best = children.sort(dim=1, descending=True).values[:, :num_expanded]
         torch.testing.assert_close(survival.sort(dim=1, descending=True).values, best, rtol=0, atol=0)
 
 
 @given(SHAPES, st.integers(1, 12))
 def test_parents_come_first_and_survival_never_rises(shape, max_nodes):
-    seed, batch, branches, depth, tied = shape
-    proposal, *_ = grow(seed, batch, branches, depth, max_nodes, tied)
+    seed, batch, branching, depth, tied = shape
+    proposal, *_ = grow(seed, batch, branching, depth, max_nodes, tied)
     parents, depths = proposal.shape
     columns = torch.arange(parents.shape[1])
     assert (parents[:, 0] == 0).all() and (depths[:, 0] == 0).all()
@@ -147,11 +160,12 @@ def test_parents_come_first_and_survival_never_rises(shape, max_nodes):
     assert (proposal.survival.diff(dim=1) <= 0).all()
 
 
-@given(SHAPES, st.integers(0, 9))
-def test_selection_takes_parents_first_and_is_optimal(shape, capacity):
+@given(SHAPES, st.sampled_from([((2, 2), 2), ((1, 2), 3)]), st.integers(0, 9))
+def test_selection_takes_parents_first_and_is_optimal(shape, tree, capacity):
     """Against every parent-closed choice of nodes of the whole batch."""
     seed, _, _, _, tied = shape
-    proposal, *_ = grow(seed, 2, 2, 2, 5, tied)
+    branching, depth = tree
+    proposal, *_ = grow(seed, 2, branching, depth, 5, tied)
     draft_lens = select_prefixes(proposal.survival, capacity).tolist()
     chosen = sum(proposal.survival[request, :length].double().sum().item() for request, length in enumerate(draft_lens))
     best = 0.0
@@ -168,8 +182,8 @@ def test_selection_takes_parents_first_and_is_optimal(shape, capacity):
 
 @given(SHAPES, st.integers(1, 30))
 def test_mask_is_the_walk_to_the_root(shape, max_nodes):
-    seed, batch, branches, depth, tied = shape
-    proposal, *_ = grow(seed, batch, branches, depth, max_nodes, tied)
+    seed, batch, branching, depth, tied = shape
+    proposal, *_ = grow(seed, batch, branching, depth, max_nodes, tied)
     grid = make_grid(torch.zeros(batch), proposal, depth, proposal.tokens.shape[1] + 3)
     mask = ancestor_mask(grid.shape.parents, depth)
     for request in range(batch):
@@ -183,8 +197,8 @@ def test_mask_is_the_walk_to_the_root(shape, max_nodes):
 
 @given(SHAPES, st.integers(1, 40), st.integers(0, 10**6))
 def test_acceptance_is_the_walk_down(shape, max_nodes, seed):
-    tree_seed, batch, branches, depth, tied = shape
-    proposal, *_ = grow(tree_seed, batch, branches, depth, max_nodes, tied)
+    tree_seed, batch, branching, depth, tied = shape
+    proposal, *_ = grow(tree_seed, batch, branching, depth, max_nodes, tied)
     generator = torch.Generator().manual_seed(seed)
     grid = make_grid(torch.zeros(batch), proposal, depth, proposal.tokens.shape[1] + 2)
     num_nodes = proposal.tokens.shape[1]
@@ -229,7 +243,24 @@ def test_a_chain_is_the_tree_with_one_branch(seed, batch, depth):
     assert as_tree.bonus_tokens.tolist() == as_chain.bonus_tokens.tolist()
 
 
+@given(SHAPES, st.integers(1, 12), st.integers(0, 10**6))
+def test_only_what_is_verified_as_chains_becomes_chains(shape, max_nodes, seed):
+    tree_seed, batch, branching, depth, tied = shape
+    proposal, *_ = grow(tree_seed, batch, branching, depth, max_nodes, tied)
+    grid = make_grid(torch.zeros(batch), proposal, depth, proposal.tokens.shape[1] + 1)
+    generator = torch.Generator().manual_seed(seed)
+    draft_lens = torch.randint(proposal.tokens.shape[1] + 1, (batch,), generator=generator)
+    parents = grid.shape.parents.tolist()
+    are_chains = all(parents[i][c] == c - 1 for i, n in enumerate(draft_lens.tolist()) for c in range(1, n + 1))
+    found = drop_leaves(grid, draft_lens)
+    assert (found.shape is None) == are_chains
+    assert torch.equal(found.tokens, grid.tokens) and found.max_depth == grid.max_depth
+
+
 def test_docstring_examples():
+    grid = Grid(torch.zeros(1, 4), 2, TreeShape(torch.tensor([[0, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])))
+    assert drop_leaves(grid, torch.tensor([1])).shape is None
+    assert drop_leaves(grid, torch.tensor([2])) is grid
     accepted = accept_tree(
         torch.tensor([[7, 1, 2, 5]]),
         torch.tensor([[0, 0, 1, 0]]),

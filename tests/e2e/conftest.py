@@ -29,7 +29,6 @@ TARGET, DRAFT = PAIR / "target", PAIR / "draft"
 NUM_STEPS = 5
 SHARPNESS = 256
 """By how much SHARP_TARGET's logits are the target's."""
-NUM_EXTENSION = 4
 """Tokens behind the last pass's, where chains go on."""
 MTP_CHECKPOINT = "MTP_CHECKPOINT"
 TOKEN_MAP = "TOKEN_MAP"
@@ -62,11 +61,10 @@ ARGUMENTS = {
         "--speculative-tetris-capacity-tokens", "10", "--page-size", "16",
     ],
     # The draft is the target, so every draft of it must be accepted: a stale, shifted or missing draft KV entry shows
-    # as a rejection. Chains go on from the text, as far as it did; that may be wrong.
+    # as a rejection.
     "perfect": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
-        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_EXTENSION),
-        "--speculative-tetris-capacity-per-request", str(NUM_STEPS + NUM_EXTENSION),
+        "--speculative-tetris-capacity-per-request", str(NUM_STEPS),
     ],
     # The same with trees of all their nodes. They keep the chains most likely as a whole, which need not include the target's
     # own: but where the first token of every level is all but certain, it is in each tree, and every level must be accepted.
@@ -77,11 +75,9 @@ ARGUMENTS = {
     ],
     # What users get without further flags.
     "auto": [*COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT)],
-    # Plain steps in between, and steps that verify what the texts hold, after which the draft's KV of what they emitted is
-    # caught up on.
+    # Plain steps in between, after which the draft's KV of what they emitted is caught up on.
     "perfect_switching": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
-        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_EXTENSION),
     ],
     "tree": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
@@ -95,7 +91,7 @@ ARGUMENTS = {
     "eagle": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle"),
         "--speculative-tetris-capacity-per-request", "2.5", "--speculative-token-map", TOKEN_MAP,
-        "--speculative-num-draft-tokens", str(NUM_STEPS + 1 + NUM_EXTENSION),
+        "--speculative-tetris-leaves", "2",
     ],
     "eagle3": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",

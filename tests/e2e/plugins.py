@@ -37,7 +37,6 @@ BROKEN_ACCEPTANCE = """
 """Every selected draft is accepted."""
 
 SWITCHING_PLANS = """
-    import itertools
     import random
     from tetris_sglang.capacity import AutoCapacity, StepPlan
     from tetris_sglang.runtime.drafts import catch_up
@@ -47,7 +46,6 @@ SWITCHING_PLANS = """
     catch_up.MAX_TOKENS = 24
     draw = random.Random(3)
     kind = {"is_plain": True, "steps_left": 0}
-    drafting = itertools.count()
 
     def choose(self, batch_size, limits, context_tokens=0.0):
         if kind["steps_left"] == 0:
@@ -56,8 +54,7 @@ SWITCHING_PLANS = """
         kind["steps_left"] -= 1
         if kind["is_plain"]:
             return StepPlan(0, 0)
-        # Not by chance alone: where steps can do without the draft, one of a few does.
-        depth = draw.choice(list(limits.depths)) if next(drafting) % 6 else min(limits.depths)
+        depth = draw.choice(list(limits.depths))
         return StepPlan(depth, draw.randint(1, batch_size * limits.count_nodes(depth)))
 
     AutoCapacity.choose = choose

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.client import texts
-from tests.e2e.conftest import MIN_SUCCESS, NUM_EXTENSION, NUM_STEPS, ROOMY, SHARPNESS, SWITCHING
+from tests.e2e.conftest import MIN_SUCCESS, NUM_STEPS, ROOMY, SHARPNESS, SWITCHING
 from tetris_sglang.trace import Trace, read_trace
 
 ALMOST_ALL = 0.98
@@ -33,15 +33,14 @@ def success_rate(request, servers):
 
 
 def accepted_of_model(trace: Trace, before: dict, after: dict) -> float:
-    """Of what was verified, without what the texts alone say: tokens behind the last pass's, and whole steps."""
+    """Of what was verified."""
     steps = slice(*trace.steps.searchsorted([before["num_steps"], after["num_steps"]]))
-    passes = trace.depths[steps]
-    assert (passes == 0).mean() > 0.05, "no step did without the draft: nothing was tested"
-    by_model = np.minimum(trace.selected[steps], passes)
-    accepted = np.minimum(trace.accepted[steps].sum(axis=1), passes)
-    assert by_model.sum() > 40
+    num_drafted = len(np.unique(trace.steps[steps]))
+    assert num_drafted < 0.95 * (after["num_steps"] - before["num_steps"]), "no step did without the draft: nothing was tested"
+    verified, accepted = trace.selected[steps].sum(), trace.accepted[steps].sum()
+    assert verified > 40
     # These are few tokens: a near-tie among them is no sign.
-    return 1 - max(by_model.sum() - accepted.sum() - 1, 0) / by_model.sum()
+    return 1 - max(verified - accepted - 1, 0) / verified
 
 
 def test_every_draft_is_accepted_after_chunked_prefill(plain, perfect, success_rate, mixed_prompts):
@@ -91,24 +90,6 @@ def test_retraction_and_resumption_are_exact(plain, perfect, success_rate, mixed
     assert _count_retractions(perfect) > retractions_before, "the pool was large enough: nothing was tested"
     assert texts(actual) == texts(expected)
     assert success_rate(before, perfect.tetris_state()) > 0.92
-
-
-def test_every_draft_of_the_model_is_accepted_also_where_chains_went_on(servers, plain, perfect, mixed_prompts, request):
-    """Continued tokens that were accepted have no draft KV until the next step's first pass."""
-    if request.node.callspec.params["perfect"] != "perfect":
-        pytest.skip("its chains or trees end with the last pass")
-    perfect.flush_cache()
-    begun = len(read_trace(servers.trace_path("perfect")).steps)
-    params = {"concurrency": 4, "max_new_tokens": 96, "ignore_eos": True}
-    outputs = perfect.generate_all(mixed_prompts[:12], **params)
-    assert texts(outputs) == texts(plain.generate_all(mixed_prompts[:12], **params))
-    perfect.flush_cache()
-    accepted = read_trace(servers.trace_path("perfect")).accepted[begun:]
-    assert accepted.shape[1] == NUM_STEPS + NUM_EXTENSION
-    by_model, extension = accepted[:, :NUM_STEPS], accepted[:, NUM_STEPS:]
-    # What the step before extension is what this one's first pass catches up on. The texts repeat themselves.
-    assert extension.any(axis=1).mean() > 0.2
-    assert by_model.all(axis=1).mean() > ALMOST_ALL
 
 
 def test_every_sampled_draft_is_accepted(perfect, success_rate, mixed_prompts, request):

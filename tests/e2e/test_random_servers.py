@@ -62,7 +62,10 @@ def draw_arguments(draw: random.Random) -> tuple[list[str], bool]:
         arguments += ["--speculative-eagle-topk", str(topk)]
         arguments += maybe(0.5, "--speculative-num-draft-tokens", num_steps + 1 + draw.randint(1, 6))
     elif kind != "ngram":
-        arguments += maybe(0.5, "--speculative-num-draft-tokens", num_steps + 1 + draw.randint(0, 8))
+        leaves = draw.choice([0, 0, 1, 2])
+        arguments += maybe(leaves > 0, "--speculative-tetris-leaves", leaves)
+        num_nodes = num_steps + draw.randint(0, num_steps * leaves)
+        arguments += maybe(0.3 * (leaves > 0), "--speculative-num-draft-tokens", num_nodes + 1)
     capacity = draw.choice(["auto", "auto", "per-request", "tokens"])
     if capacity == "per-request":
         arguments += ["--speculative-tetris-capacity-per-request", str(draw.choice([0.5, 1]))]
@@ -70,7 +73,8 @@ def draw_arguments(draw: random.Random) -> tuple[list[str], bool]:
         arguments += ["--speculative-tetris-capacity-tokens", str(draw.choice([1, 4, 9, 30]))]
     arguments += maybe(0.2, "--speculative-tetris-selection", draw.choice(["uniform", "random"]))
     arguments += maybe(0.3, "--disable-overlap-schedule")
-    arguments += maybe(0.3 * (topk == 1), "--page-size", draw.choice([4, 16]))
+    are_chains = topk == 1 and "--speculative-tetris-leaves" not in arguments
+    arguments += maybe(0.3 * are_chains, "--page-size", draw.choice([4, 16]))
     arguments += maybe(0.3, "--disable-radix-cache")
     arguments += maybe(0.5, "--chunked-prefill-size", draw.choice([32, 64, 128]))
     small = draw.choice([1536, 2048, 4096])
@@ -78,8 +82,6 @@ def draw_arguments(draw: random.Random) -> tuple[list[str], bool]:
     arguments += ["--max-running-requests", str(draw.choice([1, 3, 8, 16, 24]))]
     arguments += maybe(0.3, "--schedule-policy", draw.choice(["lpm", "fcfs", "lof", "random", "dfs-weight"]))
     arguments += maybe(0.3, "--context-length", 400)
-    if "--speculative-tetris-selection" not in arguments:
-        arguments += maybe(0.5, "--speculative-tetris-fairness", draw.choice([0.5, 1, 4]))
     return arguments, capacity == "auto"
 
 

@@ -119,10 +119,6 @@ def test_a_flag_wins_over_its_variable(parser, environment):
         ("--speculative-tetris-capacity-tokens", "-4", "must be a whole number above 0"),
         ("--speculative-tetris-capacity-tokens", "2.5", "must be a whole number"),
         ("--speculative-tetris-selection", "best", "must be one of tetris, uniform, random"),
-        ("--speculative-tetris-fairness", "5", "must be a number from 0 to 4"),
-        ("--speculative-tetris-fairness", "-1", "must be a number from 0 to 4"),
-        ("--speculative-tetris-fairness", "nan", "must be a number from 0 to 4"),
-        ("--speculative-tetris-fairness", "some", "must be a number from 0 to 4"),
         ("--speculative-tetris-phase-times", "maybe", "must be one of on, true, yes, 1, off, false, no, 0"),
     ],
 )
@@ -281,20 +277,24 @@ def test_number_of_steps(make_args, num_steps):
     assert_refused(make_args(speculative_num_steps=num_steps), f"--speculative-num-steps={num_steps}", "between 1 and")
 
 
-@pytest.mark.parametrize("num_steps, num_draft_tokens", [(4, 4), (4, 1), (4, 66), (None, 5)])
+@pytest.mark.parametrize("num_steps, num_draft_tokens", [(4, 4), (4, 1), (4, 11), (None, 5)])
 def test_number_of_draft_tokens_that_contradicts_the_steps(make_args, num_steps, num_draft_tokens):
     args = make_args(speculative_num_steps=num_steps, speculative_num_draft_tokens=num_draft_tokens)
     assert_refused(args, f"--speculative-num-draft-tokens {num_draft_tokens}", "Leave the former out")
 
 
-def test_chains_that_continue_the_text_need_a_model_and_calibration(make_args, environment):
-    args = make_args(speculative_num_steps=4, speculative_num_draft_tokens=11)
-    validate_server_args(args)
-    environment["SGLANG_TETRIS_CALIBRATION"] = "false"
-    assert_refused(args, "--speculative-num-draft-tokens 11", "--speculative-tetris-calibration is off")
-    del environment["SGLANG_TETRIS_CALIBRATION"]
-    args = make_args(speculative_draft_model_path=None, speculative_num_steps=4, speculative_num_draft_tokens=11)
-    assert_refused(args, "--speculative-num-draft-tokens 11", "Give --speculative-num-steps 10")
+def test_leaves_are_for_chains_of_models(make_args, environment):
+    environment["SGLANG_TETRIS_LEAVES"] = "1"
+    validate_server_args(make_args(speculative_num_steps=4))
+    validate_server_args(make_args(speculative_num_steps=4, speculative_num_draft_tokens=7))
+    args = make_args(speculative_num_steps=4, speculative_num_draft_tokens=10)
+    assert_refused(
+        args, "--speculative-num-draft-tokens 10", "--speculative-tetris-leaves 1 has at least 5 and at most 9 tokens"
+    )
+    args = make_args(speculative_num_steps=4, speculative_eagle_topk=2)
+    assert_refused(args, "--speculative-eagle-topk 2 and --speculative-tetris-leaves 1 are both given", "Remove one")
+    args = make_args(speculative_draft_model_path=None, speculative_num_steps=4)
+    assert_refused(args, "--speculative-tetris-leaves 1: n-grams draft chains only", "Leave it out")
 
 
 @pytest.mark.parametrize("topk", [0, -1, 17])
@@ -481,27 +481,13 @@ def test_resolution_fills_in_what_tetris_implies(plugins, make_args):
     assert resolved.speculative_eagle_topk == 1
 
 
-@pytest.mark.parametrize(
-    "num_steps, settings, draft_path, expected",
-    [
-        (4, {}, "draft", 9),
-        (40, {}, "draft", 65),
-        (4, {"CAPACITY_PER_REQUEST": "3"}, "draft", 5),
-        (4, {"CAPACITY_TOKENS": "30"}, "draft", 5),
-        (4, {"CALIBRATION": "false"}, "draft", 5),
-        (4, {}, None, 5),
-    ],
-)
-def test_chains_go_on_by_default_where_the_capacity_sets_itself(
-    plugins, make_args, monkeypatch, num_steps, settings, draft_path, expected
-):
-    """Not with n-grams, which draft all of a chain from the text."""
+@pytest.mark.parametrize("settings, expected", [({}, 5), ({"LEAVES": "0"}, 5), ({"LEAVES": "2"}, 13)])
+def test_resolution_makes_room_for_every_node(plugins, make_args, monkeypatch, settings, expected):
     from sglang.srt.arg_groups.overrides import resolving_view
 
     for name, value in settings.items():
         monkeypatch.setenv(f"SGLANG_TETRIS_{name}", value)
-    given = {} if draft_path else {"speculative_draft_model_path": None}
-    resolved = resolving_view(resolve(make_args(speculative_num_steps=num_steps, **given)))
+    resolved = resolving_view(resolve(make_args(speculative_num_steps=4)))
     assert resolved.speculative_num_draft_tokens == expected
 
 
@@ -514,7 +500,7 @@ def test_chains_go_on_by_default_where_the_capacity_sets_itself(
         ({}, {"CAPACITY_PER_REQUEST": "3"}, (6, 7)),
     ],
 )
-def test_n_grams_draft_as_many_tokens_as_chains_that_go_on(plugins, make_args, monkeypatch, given, settings, expected):
+def test_n_grams_draft_deep_by_themselves(plugins, make_args, monkeypatch, given, settings, expected):
     from sglang.srt.arg_groups.overrides import resolving_view
 
     for name, value in settings.items():

@@ -19,7 +19,6 @@ from tetris_sglang.capacity import (
     capacity_shares,
 )
 from tetris_sglang.runtime.drafts import catch_up
-from tetris_sglang.runtime.drafts.windows import Window
 from tetris_sglang.runtime.planning import pass_timing
 from tetris_sglang.runtime.planning.planner import StepPlanner
 from tetris_sglang.runtime.ranks import Ranks
@@ -111,7 +110,7 @@ def test_plans_are_the_first_ones(pair):
 
 
 def test_ranks_catch_up_alike_whatever_has_come_in(pair, monkeypatch):
-    """The first one has read that a step emitted one token of the four it could have; the second one has read nothing."""
+    """The first one has read that no request misses more than one token; the second one has read nothing."""
     missed = []
     for ranks, has_come_in in zip(pair, (True, False), strict=True):
         monkeypatch.setattr(
@@ -119,9 +118,10 @@ def test_ranks_catch_up_alike_whatever_has_come_in(pair, monkeypatch):
             "HostCopy",
             lambda *tensors, ready=has_come_in: SimpleNamespace(tensors=tensors, is_ready=ready),
         )
-        missed.append(make_missed(max_emitted=4, ranks=ranks))
-        rows, left = torch.tensor([3, 1]), torch.tensor([[7, 0, 0, 0], [8, 0, 0, 0]])
-        missed[-1].push(rows, Window(left, torch.tensor([1, 1])))
+        missed.append(make_missed(ranks=ranks))
+        rows = torch.tensor([3, 1])
+        missed[-1].push(rows[:1], torch.tensor([7]))
+        missed[-1].push(rows[1:], torch.tensor([8]))
     first, second = missed
     assert (first.num_tokens, second.num_tokens) == (1, 1)
     assert (first.max_tokens, second.max_tokens) == (1, 1)

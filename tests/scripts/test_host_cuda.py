@@ -207,8 +207,6 @@ from tetris_sglang.observers import StepRecord
 from tetris_sglang.packing import AcceptedTokens, empty_packed_tokens
 from tetris_sglang.runtime.cuda.captured_observers import CapturedObservers
 from tetris_sglang.runtime.request_texts import RequestTexts
-from tetris_sglang.runtime.requests.weights import RequestWeights
-from tetris_sglang.selection import RequestPace
 
 SLOTS, COLUMNS, WIDTH, DEPTH, VOCAB = 9, 200, 7, 6, 50
 device = torch.device("cuda")
@@ -217,7 +215,7 @@ pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, COLUMNS, dtype=torch.int3
 def make():
     texts, slots = RequestTexts(pool, VOCAB, WIDTH), range(1, SLOTS)
     texts.recent.begin(torch.arange(1, SLOTS, device=device), texts.recent.place(slots, slots, [0] * len(slots)).to(device))
-    return texts, RequestWeights(device, RequestPace(SLOTS, 0.5, device)), AcceptanceEstimator(DEPTH, device, steps_together=1)
+    return texts, AcceptanceEstimator(DEPTH, device, steps_together=1)
 
 def make_record(draw, lens, has_trees):
     batch_size, num_nodes = draw.randint(1, 6), draw.randint(2, WIDTH - 1)
@@ -237,7 +235,8 @@ def make_record(draw, lens, has_trees):
     shape = TreeShape(parents.to(device), depths.to(device)) if has_trees else None
     kinds = integers(batch_size, num_nodes, high=15)
     probs = torch.rand(batch_size, num_nodes)
-    proposal = Proposal(kinds.to(device), probs.to(device), probs.to(device), shape, kinds.to(device))
+    drafted_shape = None if shape is None else TreeShape(*(part[:, : num_nodes + 1] for part in shape))
+    proposal = Proposal(kinds.to(device), probs.to(device), probs.to(device), drafted_shape, kinds.to(device))
     packed = empty_packed_tokens(batch_size, batch_size, device)._replace(verify_lens=(drafted + 1).int().to(device))
     rows = torch.tensor(slots, device=device)
     seq_lens = torch.tensor([lens[slot] for slot in slots], device=device)
@@ -270,16 +269,15 @@ def test_captured_observers_learn_what_the_others_learn(run, has_trees):
                 observer.observe(record)
             captured.observe(record)
         def state(observers):
-            texts, weights, estimator = observers
+            texts, estimator = observers
             texts.flush()
             slots = torch.arange(1, SLOTS, device=device)
             return {{
                 "texts": texts.tokens[1:, : min(lens)], "matches": texts.recent.find(slots, 4).tokens,
-                "pace": weights._pace._sums[:, 1:], "mean pace": weights._pace._all,
                 "offsets": estimator.evidence._offsets, "calibration": estimator.calibration._lines,
             }}
         ours, theirs = state((captured._texts, *inner[1:])), state(plain)
-        assert theirs["pace"].sum() > 0 and theirs["offsets"].abs().sum() > 0
+        assert theirs["offsets"].abs().sum() > 0
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name].cpu(), value.cpu(), msg=lambda m, name=name: name + ": " + m)
     """

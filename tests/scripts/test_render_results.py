@@ -71,7 +71,7 @@ def measured(pages, tmp_path, monkeypatch):
     folder.mkdir()
     head = {
         Arm("none"): 10.0,
-        Arm("auto", num_steps=6, extension=6): 13.0,
+        Arm("auto", num_steps=6): 13.0,
         Arm("sglang", 3): 12.0,
         Arm("sglang", 1): 11.0,
     }

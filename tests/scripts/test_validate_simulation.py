@@ -35,8 +35,8 @@ MEASURED = json.loads(json.dumps({"settings": asdict(SETTINGS)}))
         (Arm("tetris", capacity_tokens=8, num_steps=6), ("tetris6@8", SERVED)),
         (Arm("uniform", 2, 1), ("uniform2+1", SERVED)),
         (Arm("full", 4), ("sd4", SERVED)),
-        (Arm("auto", num_steps=6, extension=6), ("auto", SERVED)),
-        (Arm("auto", num_steps=6), None),
+        (Arm("auto", num_steps=6), ("auto", SERVED)),
+        (Arm("auto", num_steps=5), None),
         (Arm("tetris", 5, 2), None),
         (Arm("random", 2, 1), None),
         (Arm("sglang", 3, draft="eagle"), None),
@@ -71,8 +71,8 @@ def recorded(monkeypatch):
     """Answers that no server wrote: of as many tokens as were asked for, less one. Notes what is recorded."""
     recordings = []
 
-    def record(recording, path, prompts, lengths, settings):
-        recordings.append(recording)
+    def record(flags, path, prompts, lengths, settings):
+        recordings.append(flags)
         return [(prompt.id, 7, length - 1) for prompt, length in zip(prompts, lengths, strict=True)]
 
     monkeypatch.setattr(script, "record", record)
@@ -129,8 +129,8 @@ def test_answers_are_recorded_as_the_comparison_asked_for_them(tmp_path, monkeyp
     assert all(prompt.text in text != prompt.text for prompt, text in zip(make_prompts("chat", 2), texts, strict=True))
     (arguments,) = started
     for flag, value in (
-        *(("--speculative-num-steps", "6"), ("--speculative-num-draft-tokens", "13")),
-        *(("--speculative-tetris-capacity-per-request", "12"), ("--speculative-draft-model-path", "head")),
+        *(("--speculative-num-steps", "6"), ("--speculative-tetris-capacity-per-request", "6")),
+        *(("--speculative-draft-model-path", "head"), ("--speculative-tetris-record", str(tmp_path / "t"))),
     ):
         assert arguments[arguments.index(flag) + 1] == value
 

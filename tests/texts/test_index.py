@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tetris_sglang.texts import NUM_EVIDENCE, Match, RecentTexts, extension_evidence
+from tetris_sglang.texts import Match, RecentTexts, text_evidence
 from tetris_sglang.texts.index import ORDERS
-from tetris_sglang.texts.match import MAX_MATCH
+from tetris_sglang.texts.match import FIRST_RUNNER_UP, MAX_MATCH
 
 SLOTS, VOCAB = 4, 50
 SEEDS = st.integers(0, 10**6)
@@ -191,9 +191,9 @@ def test_ended_requests_are_remembered_until_there_are_newer_ones():
 
 def test_kinds_of_evidence_say_whose_text_it_was():
     both = Match(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), torch.tensor([False, True]))
-    own, others = extension_evidence(both).tolist()
-    assert [kind - NUM_EVIDENCE // 2 for kind in others] == own
-    assert own == extension_evidence(both._replace(is_others=None))[0].tolist()
+    own, others = text_evidence(both).tolist()
+    assert [kind - FIRST_RUNNER_UP // 2 for kind in others] == own
+    assert own == text_evidence(both._replace(is_others=None))[0].tolist()
 
 
 @pytest.mark.parametrize("bad", [{"width": 0}, {"num_ended": -1}, {"num_entries": 48}, {"num_entries": 1}])

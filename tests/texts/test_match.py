@@ -12,23 +12,21 @@ from tetris_sglang.estimates.estimator import AcceptanceEstimator
 from tetris_sglang.selection import survival_from_probs
 from tetris_sglang.texts import (
     FIRST_COPIED,
-    FIRST_EXTENSION,
+    FIRST_TEXT_ONLY,
     INITIAL_OFFSETS,
-    NO_EXTENSION,
+    NO_DRAFT,
     NUM_EVIDENCE,
     Match,
     Matcher,
     is_copied,
-    is_matching,
-    min_passes,
     trust,
     trust_match_lens,
 )
-from tetris_sglang.texts.match import COPIED_PROB, MAX_MATCH
+from tetris_sglang.texts.match import COPIED_PROB, FIRST_RUNNER_UP, MAX_MATCH
 
 SEEDS = st.integers(0, 10**6)
 VOCAB = 6
-KINDS = NUM_EVIDENCE // 2
+KINDS = FIRST_RUNNER_UP // 2
 """Of evidence from the request's own text; as many from others'."""
 
 
@@ -74,30 +72,38 @@ def random_match(generator: torch.Generator, batch: int, depth: int) -> Match:
 
 def read_kinds(proposal: Proposal, match: Match) -> list[list[int]]:
     """The evidence as if all matches stood in the requests' own texts; that of others must have said so."""
-    evidence = proposal.evidence
+    evidence = proposal.evidence % FIRST_RUNNER_UP
     if match.is_others is None:
         return evidence.tolist()
-    says_something = (evidence != 0) & (evidence != NO_EXTENSION)
+    says_something = (evidence != 0) & (evidence != NO_DRAFT)
     assert torch.equal(evidence >= KINDS, match.is_others[:, None] & says_something)
     return (evidence % KINDS).tolist()
 
 
-def grow(seed: int, batch: int, branches: int, depth: int, calibrate, num_extension: int = 0):
+def make_grower(branching: tuple[int, int], tokens, probs, calibrate, match):
+    num_expanded, num_children = branching
+    if num_children == 1:
+        return ChainGrower(tokens, probs, calibrate, match)
+    return TreeGrower(tokens, probs, calibrate, match, num_expanded)
+
+
+def grow(seed: int, batch: int, branching: tuple[int, int], depth: int, calibrate):
     """(proposal, match) of random drafts, every other one of which follows the match."""
     generator = torch.Generator().manual_seed(seed)
-    match = random_match(generator, batch, depth + num_extension)
+    match = random_match(generator, batch, depth)
+    num_expanded, num_children = branching
 
     def draw(level: int, *above: int):
-        tokens = torch.rand(batch, *above, VOCAB, generator=generator).argsort(dim=-1)[..., :branches]
+        tokens = torch.rand(batch, *above, VOCAB, generator=generator).argsort(dim=-1)[..., :num_children]
         copied = match.tokens[:, level].view(-1, *[1] * (tokens.ndim - 1))
         lucky = torch.rand(batch, *above, 1, generator=generator) < 0.5
         new = lucky & ~(tokens == copied).any(dim=-1, keepdim=True)
         tokens[..., :1] = torch.where(new, copied, tokens[..., :1])
         return tokens, torch.rand(*tokens.shape, generator=generator).clamp(0.01, 0.99)
 
-    grower = (ChainGrower if branches == 1 else TreeGrower)(*draw(0), calibrate, match)
+    grower = make_grower(branching, *draw(0), calibrate, match)
     for level in range(1, depth):
-        grower.grow(*draw(level, branches))
+        grower.grow(*draw(level, num_expanded))
     return grower.finish(1000), match
 
 
@@ -116,57 +122,23 @@ def read_paths(proposal) -> list[list[list[int]]]:
     return paths
 
 
-def extension_class(match_len: int) -> int:
+def text_class(match_len: int) -> int:
     return next(i for i, most in enumerate((1, 3, 7, 15, 10**9), start=1) if match_len <= most)
 
 
-@given(SEEDS, st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.sampled_from((0.0, 0.6, 1.0)))
-def test_chains_go_on_as_the_match_does_if_they_followed_it(seed, batch, depth, num_extension, copied):
-    calibrate = Copying(copied)
-    proposal, match = grow(seed, batch, 1, depth, calibrate, num_extension)
-    assert proposal.tokens.shape == (batch, depth + num_extension)
-    follows = is_matching(proposal.evidence)
-    needed = min_passes(proposal.evidence, num_extension)
-    kinds = read_kinds(proposal, match)
-    for request in range(batch):
-        match_len, stood = int(match.match_lens[request]), match.tokens[request].tolist()
-        tokens, evidence = proposal.tokens[request].tolist(), kinds[request]
-        followed = match_len > 0 and tokens[:depth] == stood[:depth]
-        for place in range(depth + num_extension):
-            is_stood = match_len > 0 and tokens[: place + 1] == stood[: place + 1]
-            if place < depth:
-                assert bool(follows[request, place]) == is_stood
-            else:
-                assert tokens[place] == stood[place]
-                kind = FIRST_EXTENSION - 1 + extension_class(match_len + place)
-                assert evidence[place] == (kind if followed else NO_EXTENSION)
-                above = float(proposal.survival[request, place - 1])
-                believed = above * copied if followed else 0.0
-                assert float(proposal.survival[request, place]) == pytest.approx(believed, rel=1e-5)
-                assert float(proposal.probs[request, place]) == (COPIED_PROB if followed else 0.0)
-            # With fewer passes the place would still hold this token if what is copied from the text reaches it.
-            reaches = followed if place >= depth else is_stood
-            assert int(needed[request, place]) == (max(0, place + 1 - num_extension) if reaches else place + 1)
-
-
 @given(SEEDS, st.integers(1, 4), st.integers(1, 12))
-def test_texts_go_on_by_themselves_where_there_is_a_match(seed, batch, num_extension):
-    match = random_match(torch.Generator().manual_seed(seed), batch, num_extension)
+def test_a_text_drafts_by_itself_where_there_is_a_match(seed, batch, depth):
+    match = random_match(torch.Generator().manual_seed(seed), batch, depth)
     proposal = propose_matches(match, Copying(0.6))
     assert torch.equal(proposal.tokens, match.tokens)
-    # No pass drafts them.
-    needed = min_passes(proposal.evidence, num_extension)
     for request, match_len in enumerate(match.match_lens.tolist()):
         if not match_len:
-            assert proposal.evidence[request].tolist() == [NO_EXTENSION] * num_extension
-            assert proposal.survival[request].tolist() == proposal.probs[request].tolist() == [0.0] * num_extension
+            assert proposal.evidence[request].tolist() == [NO_DRAFT] * depth
+            assert proposal.survival[request].tolist() == proposal.probs[request].tolist() == [0.0] * depth
             continue
-        kinds = [FIRST_EXTENSION - 1 + extension_class(match_len + place) for place in range(num_extension)]
-        assert read_kinds(proposal, match)[request] == kinds
-        expected = [0.6 ** (place + 1) for place in range(num_extension)]
-        assert proposal.survival[request].tolist() == pytest.approx(expected, rel=1e-5)
-        assert proposal.probs[request].tolist() == [COPIED_PROB] * num_extension
-        assert needed[request].tolist() == [0] * num_extension
+        assert read_kinds(proposal, match)[request] == [FIRST_TEXT_ONLY - 1 + text_class(match_len + i) for i in range(depth)]
+        assert proposal.survival[request].tolist() == pytest.approx([0.6 ** (i + 1) for i in range(depth)], rel=1e-5)
+        assert proposal.probs[request].tolist() == [COPIED_PROB] * depth
 
 
 def test_without_calibration_a_longer_match_is_believed_more():
@@ -178,7 +150,9 @@ def test_without_calibration_a_longer_match_is_believed_more():
     assert probs[1, 0] < probs[1, 1] < probs[2, 0] < probs[2, 1]
 
 
-SHAPES = st.tuples(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
+BRANCHINGS = st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)])
+"""Expanded nodes of a level, and children of each: chains, combs and trees."""
+SHAPES = st.tuples(SEEDS, st.integers(1, 3), BRANCHINGS, st.integers(1, 5))
 
 
 @given(SHAPES)
@@ -188,11 +162,16 @@ def test_every_node_carries_what_the_match_says_of_it(shape):
         copied, match_len = match.tokens[request].tolist(), int(match.match_lens[request])
         expected = [read_evidence(copied, match_len, path) for path in paths]
         assert read_kinds(proposal, match)[request] == expected
+        # Of each parent's children one is the model's first choice.
+        first = [
+            path[:-1] for path, kind in zip(paths, proposal.evidence[request].tolist(), strict=True) if kind < FIRST_RUNNER_UP
+        ]
+        assert sorted(first) == sorted(map(list, {tuple(path[:-1]) for path in paths}))
 
 
 @given(SHAPES)
 def test_what_is_copied_is_the_match_s_and_stands_once(shape):
-    _, _, branches, depth = shape
+    _, _, (_, num_children), depth = shape
     proposal, match = grow(*shape, ALWAYS)
     for request, paths in enumerate(read_paths(proposal)):
         copied, match_len = match.tokens[request].tolist(), int(match.match_lens[request])
@@ -205,23 +184,29 @@ def test_what_is_copied_is_the_match_s_and_stands_once(shape):
                 assert float(proposal.probs[request, node]) == COPIED_PROB
             else:
                 assert kind == read_evidence(copied, match_len, path)
-        if match_len and branches == 1:
+        if match_len and num_children == 1:
             assert paths[-1] == copied[:depth]
 
 
 @given(SHAPES)
 def test_a_copied_token_needs_the_better_score(shape):
-    seed, batch, branches, _ = shape
+    seed, batch, branching, _ = shape
+    num_expanded, num_children = branching
     generator = torch.Generator().manual_seed(seed)
     match = random_match(generator, batch, 1)
-    tokens = torch.rand(batch, VOCAB, generator=generator).argsort(dim=-1)[..., :branches]
-    probs = torch.rand(batch, branches, generator=generator)
-    grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, SOMETIMES, match)
+    tokens = torch.rand(batch, VOCAB, generator=generator).argsort(dim=-1)[..., :num_children]
+    probs = torch.rand(batch, num_children, generator=generator)
+    grower = make_grower(branching, tokens, probs, SOMETIMES, match)
     for request in range(batch):
         mine, copied = tokens[request].tolist(), int(match.tokens[request, 0])
         takes = bool(match.match_lens[request]) and copied not in mine and float(probs[request, -1]) < SOMETIMES.copied_score
-        assert grower.frontier_tokens[request].tolist() == ([*mine[:-1], copied] if takes else mine)
-    proposal = grower.finish(branches)
+        offered = [*mine[:-1], copied] if takes else mine
+        if num_expanded == num_children:
+            assert grower.frontier_tokens[request].tolist() == offered
+        else:
+            scores = [*probs[request, :-1].tolist(), SOMETIMES.copied_score if takes else float(probs[request, -1])]
+            assert grower.frontier_tokens[request].tolist() == [offered[scores.index(max(scores))]]
+    proposal = grower.finish(num_children)
     assert torch.equal(
         proposal.survival.where(~is_copied(proposal.evidence), 0.6),
         SOMETIMES(proposal.probs, 1, proposal.evidence),

@@ -148,7 +148,7 @@ def make_trace(num_steps: int = 40, batch: int = 6, depth: int = 4, seed: int = 
         selected,
         draw.beta(1.5, 1, (count, depth)).cumprod(axis=1).astype(np.float32),
         chances.cumprod(axis=1).astype(np.float32),
-        *[np.tile(np.arange(1, depth + 1), (count, 1))] * 2,
+        np.tile(np.arange(1, depth + 1), (count, 1)),
         accepted,
     )
 

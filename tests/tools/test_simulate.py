@@ -50,7 +50,7 @@ from tetris_sglang.tools.simulate.workload import (
 )
 from tetris_sglang.trace import open_for_writing, read_trace, row_type
 
-DEPTH, EXTENSION = 4, 3
+DEPTH = 4
 PASSES = PassTimes(
     {rows: 0.02 + 0.0004 * max(0, rows - 24) for rows in (1, 8, 24, 64, 512)},
     {1: 0.003, 64: 0.006},
@@ -59,35 +59,13 @@ PASSES = PassTimes(
 )
 
 
-def reach_of_passes(num_rows: int, depth: int) -> np.ndarray:
-    """`DraftRows.reach` of chains that never go on: a level per pass."""
-    return np.tile(np.arange(depth + 1), (num_rows, 1))
-
-
 def make_rows(quality: float = 0.7, texts: int = 12, positions: int = 40, seed: int = 0) -> DraftRows:
     """Honest drafts: accepted as often as their survivals say."""
     random = np.random.default_rng(seed)
     probs = random.beta(3 * quality, 3 * (1 - quality), (texts * positions, DEPTH))
     accepted = (random.random(probs.shape) < probs).cumprod(axis=1).sum(axis=1)
     starts = np.arange(texts + 1) * positions
-    reach = reach_of_passes(len(probs), DEPTH)
-    return DraftRows(probs.cumprod(axis=1).astype(np.float32), accepted, starts, reach)
-
-
-def make_going_on(quality: float = 0.7, texts: int = 12, positions: int = 40, seed: int = 0) -> DraftRows:
-    """In every other position chains go on from the text, behind any number of passes."""
-    random = np.random.default_rng(seed)
-    rows = make_rows(quality, texts, positions, seed)
-    follows = random.random(len(rows.accepted)) < 0.5
-    probs = random.beta(9 * quality, 9 * (1 - quality), (len(follows), EXTENSION))
-    behind = probs.cumprod(axis=1).astype(np.float32) * rows.survival[:, -1:]
-    lasted = (random.random(probs.shape) < probs).cumprod(axis=1).sum(axis=1)
-    return DraftRows(
-        np.concatenate((rows.survival, behind), axis=1),
-        np.where(rows.accepted == DEPTH, DEPTH + lasted, rows.accepted),
-        rows.starts,
-        rows.reach + EXTENSION * follows[:, None],
-    )
+    return DraftRows(probs.cumprod(axis=1).astype(np.float32), accepted, starts)
 
 
 def make_class(rows: DraftRows | None = None, **options) -> RequestClass:
@@ -115,7 +93,7 @@ def costs_for(setup: Setup, passes: PassTimes = PASSES, **options):
     return make_costs(
         passes,
         max_running=setup.max_running,
-        num_drafts=DEPTH + EXTENSION,
+        num_drafts=DEPTH,
         chunk_tokens=setup.chunk_tokens,
         **options,
     )
@@ -130,9 +108,7 @@ def serve(policy: str, setup: Setup, classes, requests, *, engine=simulate_fleet
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "policy", ["none", "sd2", "uniform1+2", "tetris1.5+1", "tetris1.5+1~2", "tetris4@6", "auto", "auto~0.7"]
-)
+@pytest.mark.parametrize("policy", ["none", "sd2", "uniform1+2", "tetris1.5+1", "tetris4@6", "auto"])
 @pytest.mark.parametrize(
     ("setup", "rate"),
     [
@@ -155,46 +131,26 @@ def test_equals_the_plain_engine(policy, setup, rate):
         assert np.array_equal(mine, other)
 
 
-@pytest.mark.parametrize("users", [1, 4, 13])
-def test_chains_that_go_on_equal_the_plain_engine(users):
-    """One class whose chains go on, one whose chains do not; with and without passes of the draft."""
-    classes = [make_class(make_going_on()), make_class(make_rows(0.5, seed=1), name="other")]
-    requests, setup = draw_requests(classes, 90, seed=5), make_setup(users=users, max_running=9)
-    costs, table = costs_for(setup), join_rows(classes)
-    assert table.codes.shape[1] == DEPTH + EXTENSION
-    auto = make_plans("auto", costs, classes, max_running=9)
-    texts = auto._replace(depth=np.zeros(10, np.int64), capacity=(2 * np.arange(10) + 1) // 3)
-    assert auto.goes_on
-    for plans in (auto, texts):
-        ours, plain = (engine(requests, table, costs, plans, setup) for engine in (simulate_fleet, simulate_fleet_reference))
-        assert ours[0] == plain[0] and ours[0].accepted > 50
-        for mine, other in zip(ours[1], plain[1], strict=True):
-            assert np.array_equal(mine, other)
-
-
-def test_a_draft_that_costs_more_than_it_gives_leaves_what_the_texts_hold():
-    one, slow = make_class(make_going_on(0.9)), replace(PASSES, window_s={1: 1.0}, branch_s={1: 1.0})
-    plans = make_plans("auto", costs_for(make_setup(), slow), [one], max_running=64)
-    assert (plans.depth == 0).all() and (plans.capacity[1:9] > 0).all()
-    plain = make_plans("auto", costs_for(make_setup(), slow), [make_class(make_rows(0.9))], max_running=64)
-    assert (plain.capacity == 0).all()
+def test_auto_leaves_out_a_draft_that_costs_more_than_it_gives():
+    slow = replace(PASSES, window_s={1: 1.0}, branch_s={1: 1.0})
+    plans = make_plans("auto", costs_for(make_setup(), slow), [make_class(make_rows(0.9))], max_running=64)
+    assert (plans.depth == 0).all() and (plans.capacity == 0).all()
 
 
 def test_the_choice_is_that_of_selection():
     """Few survivals, so that ties abound; capacities from nothing to more than there is."""
     random = np.random.default_rng(0)
     for trial in range(300):
-        batch, depth = random.integers(1, 20), random.integers(1, 6)
+        batch, num_levels = random.integers(1, 20), random.integers(1, 6)
+        depth = random.integers(1, num_levels + 1)
         levels = np.array([0, 1, 5, 300, 301, CODES - 2, CODES - 1])
-        codes = -np.sort(-random.choice(levels[: 2 + trial % 6], (30, depth)), axis=1)
+        codes = -np.sort(-random.choice(levels[: 2 + trial % 6], (30, num_levels)), axis=1)
         codes = codes.astype(np.uint16)
         at = random.integers(0, 30, batch)
         capacity = int(random.integers(0, batch * depth + 2))
         lens, histogram, tied = (np.zeros(size, np.int64) for size in (batch, CODES, batch))
-        levels = random.integers(0, depth + 1, batch) if trial % 2 else np.full(batch, depth)
-        selected = choose_prefixes(codes, at, batch, levels, capacity, lens, histogram, tied)
-        reached = np.where(np.arange(depth) < levels[:, None], codes[at], 0)
-        survival = torch.from_numpy(reached.astype(np.float32) / (CODES - 1))
+        selected = choose_prefixes(codes, at, batch, depth, capacity, lens, histogram, tied)
+        survival = torch.from_numpy(codes[at, :depth].astype(np.float32) / (CODES - 1))
         assert lens.tolist() == select_prefixes(survival, capacity).tolist()
         assert selected == lens.sum()
 
@@ -252,8 +208,7 @@ def test_standard_speculation_accepts_the_geometric_sum(alpha, k):
     random = np.random.default_rng(3)
     hits = random.random((60000, DEPTH)) < alpha
     survival = np.tile(alpha ** np.arange(1, DEPTH + 1), (len(hits), 1)).astype(np.float32)
-    accepted = hits.cumprod(axis=1).sum(axis=1)
-    rows = DraftRows(survival, accepted, np.array([0, len(hits)]), reach_of_passes(len(hits), DEPTH))
+    rows = DraftRows(survival, hits.cumprod(axis=1).sum(axis=1), np.array([0, len(hits)]))
     one = make_class(rows, output_len=Lengths.parse("60000", ""))
     setup = make_setup(users=4, kv_tokens=10**9)
     outcome = simulate_setting(
@@ -329,30 +284,16 @@ def test_auto_is_about_as_fast_as_the_best_fixed_policy(quality, users):
     assert speed("auto") > 0.97 * max(map(speed, policies))
 
 
-@pytest.mark.parametrize(
-    ("make", "quality", "batch_size"),
-    [
-        *((make_rows, *setting) for setting in ((0.5, 1), (0.5, 32), (0.8, 8), (0.8, 48), (0.2, 24))),
-        *((make_going_on, *setting) for setting in ((0.7, 1), (0.7, 16), (0.2, 24))),
-    ],
-)
-def test_auto_is_what_automatic_capacity_converges_to(make, quality, batch_size):
+@pytest.mark.parametrize(("quality", "batch_size"), [(0.5, 1), (0.5, 32), (0.8, 8), (0.8, 48), (0.2, 24)])
+def test_auto_is_what_automatic_capacity_converges_to(quality, batch_size):
     """The real policy, learning from steps that cost and accept what the simulator's do."""
-    one = make_class(make(quality, texts=60))
+    one = make_class(make_rows(quality, texts=60))
     rows, costs = one.rows, costs_for(make_setup())
-    num_levels = rows.survival.shape[1]
-    num_extension = num_levels - DEPTH
-    limits = DraftLimits(
-        range(0 if num_extension else 1, DEPTH + 1),
-        lambda depth: depth + num_extension,
-        num_extension=num_extension,
-    )
+    limits = DraftLimits(range(1, DEPTH + 1), int)
     real = AutoCapacity(
-        StepTimeModel(PASSES, max_rows=64 * (num_levels + 1), max_batch_size=64),
-        AcceptCurves(DEPTH, capacity_shares(num_levels)),
+        StepTimeModel(PASSES, max_rows=64 * (DEPTH + 1), max_batch_size=64),
+        AcceptCurves(DEPTH, capacity_shares(DEPTH)),
     )
-    # Passes that have a level, DEPTH + 1 where none do.
-    passes = (rows.reach[:, :, None] < np.arange(1, num_levels + 1)).sum(axis=1)
     shares = torch.tensor(real.curves.shares, dtype=torch.float32)
     plans = make_plans("auto", costs, [one], max_running=64)
     table = StepPlan(int(plans.depth[batch_size]), int(plans.capacity[batch_size]))
@@ -371,15 +312,13 @@ def test_auto_is_what_automatic_capacity_converges_to(make, quality, batch_size)
             seconds += costs.context_s * context_tokens
             if plan.depth:
                 seconds += costs.window_s[batch_size] + (plan.depth - 1) * costs.branch_s[batch_size]
-            if plan.capacity_tokens:
-                needed = torch.from_numpy(passes[at])
-                survival = torch.from_numpy(rows.survival[at]) * (needed <= plan.depth)
+                survival = torch.from_numpy(rows.survival[at, : plan.depth])
                 lens = select_prefixes(survival, plan.capacity_tokens).numpy()
                 accepted = np.minimum(rows.accepted[at], lens)
                 if learns:
-                    curves = measure_curves(survival, needed, plan.depth, shares)
+                    curves = measure_curves(survival, torch.arange(1, plan.depth + 1), plan.depth, shares)
                     expected = real.curves.observe(curves.numpy(), batch_size, plan.capacity_tokens)
-                    real.confirm(plan.depth, batch_size, expected, int(accepted.sum()))
+                    real.confirm(batch_size, expected, int(accepted.sum()))
             if learns:
                 real.step_times.observe(shape, seconds)
             at = (at + accepted + 1) % len(rows.accepted)
@@ -402,21 +341,6 @@ def test_a_heavier_class_is_served_faster():
     assert heavy_s < 0.8 * light_s
 
 
-def test_fairness_shortens_the_slow_and_keeps_what_is_done():
-    easy, hard = make_class(make_rows(0.95)), make_class(make_rows(0.4, seed=1), name="hard")
-    requests = draw_requests([easy, hard], 800, seed=0)
-    hard_s, rows = [], []
-    for policy in ("tetris1+3~0", "tetris1+3~1", "tetris1+3~2"):
-        counts, times = serve(policy, make_setup(users=32), [easy, hard], requests)
-        tpot = (times.finish_s - times.first_token_s) / np.maximum(requests.output_lens - 1, 1)
-        hard_s.append(np.median(tpot[(requests.output_lens > 20) & (requests.class_ids == 1)]))
-        rows.append(counts.selected / counts.decoded_requests)
-    assert hard_s[0] > 1.05 * hard_s[1] > 1.05 * hard_s[2]
-    assert rows == pytest.approx([rows[0]] * 3, abs=0.02)  # the capacity is what it was
-    unweighted = serve("tetris1+3", make_setup(users=32), [easy, hard], requests)[1]
-    assert np.array_equal(unweighted.finish_s, serve("tetris1+3~0", make_setup(users=32), [easy, hard], requests)[1].finish_s)
-
-
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -424,8 +348,6 @@ def test_fairness_shortens_the_slow_and_keeps_what_is_done():
         ("sd0", "drafts 0"),
         ("tetris2", "there are none, sdK"),
         ("uniform1.5+1", "there are none, sdK"),
-        ("sd2~1", "there are none, sdK"),
-        ("auto~many", "there are none, sdK"),
     ],
 )
 def test_policies_that_are_none(policy, message):
@@ -466,7 +388,7 @@ def record(rows: DraftRows, verify: int, path: Path, **described) -> None:
     for step, (row, (_, request, at, accepted)) in enumerate(zip(table, lines, strict=True)):
         row["step"], row["request"], row["depth"], row["selected"] = step, request, depth, verify
         row["raw"] = row["survival"] = rows.survival[at]
-        row["node_depths"] = row["passes"] = np.arange(1, depth + 1)
+        row["node_depths"] = np.arange(1, depth + 1)
         row["accepted"] = np.packbits(np.arange(depth) < accepted, bitorder="little")
     with open_for_writing(path, depth, **described) as file:
         file.write(table.tobytes())
@@ -479,9 +401,7 @@ def make_text_rows() -> DraftRows:
     positions = range(400 - 2 * DEPTH)
     survival = [chance[at : at + DEPTH].cumprod() for chance in probs for at in positions]
     accepted = [line[at : at + DEPTH].cumprod().sum() for line in hits for at in positions]
-    starts = np.arange(7) * len(positions)
-    reach = reach_of_passes(len(accepted), DEPTH)
-    return DraftRows(np.array(survival, np.float32), np.array(accepted), starts, reach)
+    return DraftRows(np.array(survival, np.float32), np.array(accepted), np.arange(7) * len(positions))
 
 
 def test_positions_between_recorded_steps_are_found(tmp_path):
@@ -505,25 +425,6 @@ def test_positions_between_recorded_steps_are_found(tmp_path):
     assert num_exact > 1000
     assert found.accepted.mean() == pytest.approx(truth.accepted.mean(), rel=0.05)
     assert found.survival.mean(axis=0) == pytest.approx(truth.survival.mean(axis=0), rel=0.05)
-
-
-def test_what_texts_continue_is_found_between_recorded_steps(tmp_path):
-    """Two passes and two tokens more. The first step's text goes on from its root, and three drafts are accepted; the second
-    one's draft says otherwise at its second token."""
-    table = np.zeros(2, row_type(4))
-    table["step"], table["depth"], table["selected"] = [0, 1], 2, [4, 2]
-    table["survival"] = table["raw"] = [[0.9, 0.8, 0.7, 0.6], [0.5, 0.25, 0, 0]]
-    table["node_depths"] = np.arange(1, 5)
-    table["passes"] = [[0, 0, 1, 2], [0, 2, 3, 4]]
-    table["accepted"] = [[0b0111], [0]]
-    with open_for_writing(tmp_path / "one.trace", 4, num_extension=2) as file:
-        file.write(table.tobytes())
-    found = read_rows(tmp_path / "one.trace")
-    assert found.depth == 2 and found.goes_on and found.starts.tolist() == [0, 5]
-    # From the next tokens on the same text goes on, as far as it was seen to; then two passes have two levels.
-    assert found.reach.tolist() == [[2, 3, 4], [2, 3, 3], [2, 2, 2], [1, 1, 2], [1, 1, 2]]
-    assert found.accepted[[0, 1, 2, 4]].tolist() == [3, 2, 1, 0]
-    assert found.survival[1, :3] == pytest.approx([0.8 / 0.9, 0.7 / 0.9, 0.6 / 0.9], abs=2e-3)
 
 
 def test_drafts_that_were_not_verified_are_drawn(tmp_path):

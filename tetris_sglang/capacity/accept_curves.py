@@ -23,11 +23,10 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
     The largest C survivals of the nodes down to a depth, summed, divided by the batch size.
 
     Args:
-        survival: [batch, n] float32. depths: [n] or [batch, n] integers, from 0: the least to which a step has to draft to
-            have the node.
+        survival: [batch, n] float32. depths: [n] or [batch, n] integers, of the nodes, from 1.
         shares: [num_shares] float32, capacities per request.
     Returns:
-        [max_depth + 1, num_shares] float32, on the same device.
+        [max_depth + 1, num_shares] float32, on the same device; depth 0 is plain decoding.
     Sync: none; CUDA-graph safe.
     Example: survival [[.8, .4], [.6, .5]], depths [1, 2], shares [1.]: depth 0 -> 0, depth 1 -> .7, depth 2 -> .7
     """
@@ -47,9 +46,6 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
 class AcceptCurves:
     """Moving averages of `measure_curves` on the host.
 
-    What recent texts hold (depth 0) comes and goes; steps without the draft change nothing that is known of the
-    draft.
-
     Until something was measured, every draft token is taken to be accepted with probability 0.6.
 
     Args:
@@ -68,8 +64,7 @@ class AcceptCurves:
     def __init__(self, max_depth: int, shares: list[float]) -> None:
         self.shares = np.array(shares)
         self._num_seen = 0.0
-        # Of steps in which the draft did not run, and in which it did.
-        self._expected, self._confirmed = np.zeros(2), np.zeros(2)
+        self._expected = self._confirmed = 0.0
         guesses = np.concatenate(([0.0], np.cumsum(self._FIRST_GUESS ** np.arange(1, max_depth + 1))))
         self._curves = np.array(
             [np.interp(np.minimum(self.shares, depth), np.arange(max_depth + 1), guesses) for depth in range(max_depth + 1)]
@@ -79,7 +74,7 @@ class AcceptCurves:
         """Take in one step's curves.
 
         Args:
-            curves: [depth + 1, num_shares], from `measure_curves`, depth that of the step.
+            curves: [depth + 1, num_shares], from `measure_curves`, depth that of the step, from 1.
             capacity_tokens: drafts verified in it.
         Returns:
             The drafts that should be accepted of them, for `confirm`.
@@ -91,34 +86,26 @@ class AcceptCurves:
         weight = batch_size / self._num_seen
         old = self._curves[depth].copy()
         self._curves[: depth + 1] += weight * (curves - self._curves[: depth + 1])
-        if depth:
-            # What deeper drafts would add was not seen; what they rest on was.
-            self._curves[depth + 1 :] += self._curves[depth] - old
-            np.maximum.accumulate(self._curves[1:], axis=0, out=self._curves[1:])
+        # What deeper drafts would add was not seen; what they rest on was.
+        self._curves[depth + 1 :] += self._curves[depth] - old
+        np.maximum.accumulate(self._curves[1:], axis=0, out=self._curves[1:])
         return batch_size * float(np.interp(capacity_tokens / batch_size, self.shares, curves[-1]))
 
-    def confirm(self, depth: int, expected: float, accepted: int) -> None:
-        """Of one step that drafted to `depth`: what `observe` returned, and what came true. Results may be a few steps late."""
-        kind = int(depth > 0)
+    def confirm(self, expected: float, accepted: int) -> None:
+        """Of one step: what `observe` returned, and what came true. Results may be a few steps late."""
         fading = 0.5 ** (expected / self._MEMORY_TOKENS)
-        self._expected[kind] = fading * self._expected[kind] + expected
-        self._confirmed[kind] = fading * self._confirmed[kind] + accepted
+        self._expected = fading * self._expected + expected
+        self._confirmed = fading * self._confirmed + accepted
 
-    def confidence(self, depths: int | np.ndarray) -> np.ndarray:
-        """Accepted drafts per expected one at these depths: near 1 once survivals are calibrated, and quick to change if they
-        are not.
-
-        What the texts alone are worth says nothing about the draft: a step is held against steps of its kind.
-        """
-        found = (self._confirmed + self._TRUST_TOKENS) / (self._expected + self._TRUST_TOKENS)
-        return found[np.minimum(depths, 1)]
+    @property
+    def confidence(self) -> float:
+        """Accepted drafts per expected one: near 1 once survivals are calibrated, and quick to change if they are not."""
+        return (self._confirmed + self._TRUST_TOKENS) / (self._expected + self._TRUST_TOKENS)
 
     def accepted(self, depths: np.ndarray, capacity_shares: np.ndarray) -> np.ndarray:
         """Accepted drafts per request [n] at depths [n] and capacities per request [n]."""
         at = np.clip(np.searchsorted(self.shares, capacity_shares, side="right") - 1, 0, len(self.shares) - 2)
         left, right = self.shares[at], self.shares[at + 1]
         share = np.clip((capacity_shares - left) / (right - left), 0.0, 1.0)
-        curves = self.confidence(np.arange(len(self._curves)))[:, None] * self._curves
-        # Whatever the draft is worth, its chains hold what the texts hold.
-        curves = np.maximum(curves, curves[0])
-        return np.minimum((1 - share) * curves[depths, at] + share * curves[depths, at + 1], capacity_shares)
+        found = (1 - share) * self._curves[depths, at] + share * self._curves[depths, at + 1]
+        return np.minimum(self.confidence * found, capacity_shares)

@@ -5,7 +5,7 @@ Each step maximises expected tokens emitted per second,
     (B + expected accepted drafts(depth, C)) / t(B, depth, B + C),
 
 over plain decoding (depth 0, C = 0) and all depths and capacities (docs/capacity.md derives it). Both parts come from
-earlier steps. Where chains go on from recent texts, so can the root itself: depth 0 with C > 0.
+earlier steps.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ _FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 1, 64
 verifies twice as much, to see what lies there and what it takes, and is a plain one, whose time nothing else shows."""
 _CLEAR_GAIN = 1.5
 """Above which no plain step is worth a look."""
-_FIRST_LOOK_AT_TEXTS, _TEXTS_SHARE = 16, 0.0025
-"""Plain steps after which one verifies a few tokens from recent texts, which no pass has to draft; more where that would take
-more than such a share of all time."""
-_REQUESTS_PER_LOOK = 8
-"""Requests that share one such token."""
 _DRAW_EVERY = 8
 """Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
 those known to be slower do not."""
@@ -61,7 +56,6 @@ class AutoCapacity:
         self._steps_in_mode = 0
         self._steps_since_look = 0
         self._looks_deep = False
-        self._steps_without_texts = 0
         self._look_after = _FIRST_LOOK_AFTER
         self._allowance = _FIRST_ALLOWANCE
         """Plain steps' time that may still be lost."""
@@ -86,7 +80,7 @@ class AutoCapacity:
         seconds = self.step_times.predict(found.features, context_tokens, self._drawn)
         accepted = self.curves.accepted(found.depths, found.capacity_tokens / batch_size)
         # However many siblings a tree verifies, one token a level is accepted.
-        emitted = 1 + np.minimum(accepted, found.depths + limits.num_extension)
+        emitted = 1 + np.minimum(accepted, found.depths)
         value = emitted / seconds
         best = 1 + int(value[1:].argmax())
         self.expected_gain = float(value[best] / value[0])
@@ -99,10 +93,10 @@ class AutoCapacity:
         """A step of this shape begins: what it takes longer than a plain one is charged."""
         self._allowance = min(self._allowance, _MAX_ALLOWANCE) + _ALLOWED_SHARE - self._price(shape)
 
-    def confirm(self, depth: int, batch_size: int, expected: float | None, accepted: int) -> None:
+    def confirm(self, batch_size: int, expected: float | None, accepted: int) -> None:
         """Of one speculative step: what `AcceptCurves.observe` returned (None: not known), and what came true."""
         if expected is not None:
-            self.curves.confirm(depth, expected, accepted)
+            self.curves.confirm(expected, accepted)
         self._allowance += accepted / batch_size
 
     def _price(self, shape: StepShape) -> float:
@@ -133,13 +127,6 @@ class AutoCapacity:
             # One that brings in what it costs is followed by another.
             look = self._look_deep(batch_size, limits, batch_size)
             if self._allowance >= self._price(limits.shape_of(look, batch_size, context_tokens)):
-                return look
-        self._steps_without_texts += 1
-        if limits.depths[0] == 0 and self._steps_without_texts >= _FIRST_LOOK_AT_TEXTS:
-            look = limits.fit(batch_size, 0, max(1, batch_size // _REQUESTS_PER_LOOK))
-            price = self._price(limits.shape_of(look, batch_size, context_tokens))
-            if self._steps_without_texts * _TEXTS_SHARE >= price:
-                self._steps_without_texts = 0
                 return look
         return StepPlan(0, 0)
 

@@ -13,7 +13,7 @@ class StepPlan(NamedTuple):
     """What a step does; decided on the host."""
 
     depth: int
-    """Passes of the draft, at most num_steps; 0: whatever is verified comes from recent texts."""
+    """Passes of the draft, at most num_steps."""
     capacity_tokens: int
     """Draft tokens verified over the whole batch, roots excluded; 0: a plain decoding step, and depth is 0."""
 
@@ -26,17 +26,14 @@ def _as_asked(batch_size: int, rows: int) -> int | None:
 class DraftLimits:
     """What a server can draft and verify.
 
-    depths: to which it can draft, ascending; of captured passes a few. 0 is among them where chains go on from recent
-        texts, which needs no pass.
+    depths: to which it can draft, ascending from 1; of captured passes a few.
     count_nodes: depth -> tokens drafted per request.
     fit_rows: (batch_size, rows) -> rows that a target's pass for them has (those of its graph); None: as many as asked for.
-    num_extension: tokens of a chain behind those that its passes draft.
     """
 
     depths: Sequence[int]
     count_nodes: Callable[[int], int]
     fit_rows: Callable[[int, int], int | None] = _as_asked
-    num_extension: int = 0
 
     @property
     def num_steps(self) -> int:

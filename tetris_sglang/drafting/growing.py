@@ -19,8 +19,7 @@ from tetris_sglang.texts.match import (
     Choice,
     Match,
     Matcher,
-    extension_evidence,
-    score_extension,
+    text_evidence,
     trust,
 )
 
@@ -49,7 +48,7 @@ class ChainGrower:
 
     Args:
         tokens, probs: [batch, 1]. calibrate: what probabilities are worth.
-        match: as deep as the chains will be, extension tokens included; default: none is asked.
+        match: as deep as the chains will be; default: none is asked.
     """
 
     frontier_rows = None
@@ -70,18 +69,12 @@ class ChainGrower:
         self.frontier_tokens = level[0]
 
     def finish(self, max_nodes: int) -> Proposal:
-        """Chains of at most `max_nodes` tokens: of the levels', and as many behind them as the matches are deeper."""
         parts = [torch.cat(part, dim=1)[:, :max_nodes] for part in zip(*self._levels, strict=True)]
         tokens, probs = parts[:2]
         depths = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         if self._matcher is None:
             return make_chains(tokens, self._calibrate(probs, depths, None), probs)
-        columns: tuple[Tensor, ...] = tokens, *self._matcher.score(slice(0, len(depths)), depths, Choice(*parts))
-        end = min(max_nodes, self._matcher.num_levels)
-        if end > len(depths):
-            extension = self._matcher.go_on(slice(len(depths), end), self._is_followed)
-            columns = tuple(torch.cat(pair, dim=1) for pair in zip(columns, extension, strict=True))
-        tokens, probs, accept_probs, evidence = columns
+        probs, accept_probs, evidence = self._matcher.score(slice(0, len(depths)), depths, Choice(*parts))
         return make_chains(tokens, accept_probs, probs, evidence)
 
 
@@ -93,24 +86,33 @@ def propose_matches(match: Match, calibrate: Calibrate, probs: Tensor | float = 
     Example: match tokens [[3, 9, 1]], match_lens [2] -> tokens [[3, 9, 1]]; match_lens [0] -> survival [[0, 0, 0]]
     """
     depths = torch.arange(1, match.tokens.shape[1] + 1, device=match.tokens.device)
-    exists = (match.match_lens > 0)[:, None]
-    kinds = extension_evidence(match)
-    probs, accept_probs, evidence = score_extension(kinds, exists, depths, calibrate, probs)
-    return make_chains(match.tokens, accept_probs, probs, evidence)
+    evidence = text_evidence(match)
+    exists = (match.match_lens > 0)[:, None].expand(evidence.shape)
+    probs = probs * exists.to(torch.float32)
+    return make_chains(match.tokens, calibrate(probs, depths, evidence) * exists, probs, evidence)
 
 
 class TreeGrower:
-    """Several branches.
+    """Several tokens offered after each expanded one.
 
     Args:
-        tokens, probs: [batch, branches], the most likely first tokens. calibrate: what probabilities are worth.
+        tokens, probs: [batch, children], the most likely first tokens. calibrate: what probabilities are worth.
         match: as deep as the trees will be; default: none is asked.
+        num_expanded: nodes of each level that are expanded, 1 (combs: a chain whose tokens have siblings) to children.
     """
 
     frontier_rows: Tensor | None = None
 
-    def __init__(self, tokens: Tensor, probs: Tensor, calibrate: Calibrate = trust, match: Match | None = None) -> None:
-        batch, self._branches = tokens.shape
+    def __init__(
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+        calibrate: Calibrate = trust,
+        match: Match | None = None,
+        num_expanded: int | None = None,
+    ) -> None:
+        batch, self._children = tokens.shape
+        self._num_expanded = num_expanded or self._children
         self._calibrate = calibrate
         self._matcher = None if match is None else Matcher(match, calibrate)
         self._is_followed: Any = None if self._matcher is None else self._matcher.exists
@@ -123,17 +125,25 @@ class TreeGrower:
         self._parents: list[Tensor] = []
         self._evidence: list[Tensor] = []
         self._add(tokens[:, None], probs[:, None])
-        # The first level's nodes are all expanded, as they stand.
-        self._move_to(torch.arange(self._branches, device=tokens.device).expand(batch, -1))
+        if self._num_expanded == self._children:
+            # The first level's nodes are all expanded, as they stand.
+            self._move_to(torch.arange(self._children, device=tokens.device).expand(batch, -1))
+        else:
+            self._move_to(self._choose())
 
     def grow(self, tokens: Tensor, probs: Tensor) -> None:
         self._add(tokens, probs)
-        chosen = self._survival[-1].topk(self._branches, dim=1).indices
+        chosen = self._choose()
         self._move_to(chosen)
-        self.frontier_rows = chosen // self._branches
+        if self._num_expanded > 1:
+            self.frontier_rows = chosen // self._children
+
+    def _choose(self) -> Tensor:
+        """[batch, num_expanded], the most likely nodes of the last level."""
+        return self._survival[-1].topk(self._num_expanded, dim=1).indices
 
     def _add(self, tokens: Tensor, probs: Tensor) -> None:
-        """Take in the frontier's children [batch, frontier, branches]."""
+        """Take in the frontier's children [batch, frontier, children]."""
         level = len(self._tokens)
         if self._matcher is None:
             tokens, probs = tokens.flatten(1), probs.flatten(1)
@@ -141,17 +151,17 @@ class TreeGrower:
         else:
             choice = self._matcher.choose(level, tokens, probs, self._is_followed)
             tokens, self._is_followed = choice.tokens, choice.is_followed
-            probs, accept_probs, evidence = self._matcher.score(slice(level, level + 1), level + 1, choice)
+            probs, accept_probs, evidence = self._matcher.score(slice(level, level + 1), level + 1, choice, self._children)
             self._evidence.append(evidence)
         # Rounding cannot lift a child above its parent: a product with at most 1 rounds to at most the other factor.
-        survival = self._frontier_survival.repeat_interleave(self._branches, dim=1) * as_probability(accept_probs)
+        survival = self._frontier_survival.repeat_interleave(self._children, dim=1) * as_probability(accept_probs)
         self._tokens.append(tokens)
         self._probs.append(probs)
         self._survival.append(survival)
-        self._parents.append(self._frontier.repeat_interleave(self._branches, dim=1))
+        self._parents.append(self._frontier.repeat_interleave(self._children, dim=1))
 
     def _move_to(self, chosen: Tensor) -> None:
-        """Make these nodes [batch, branches] of the last level the frontier."""
+        """Make these nodes [batch, num_expanded] of the last level the frontier."""
         self._frontier = chosen + sum(level.shape[1] for level in self._tokens[:-1])
         self._frontier_survival = self._survival[-1].gather(1, chosen)
         self.frontier_tokens = self._tokens[-1].gather(1, chosen)

@@ -79,9 +79,25 @@ def make_grid(roots: Tensor, proposal: Proposal | None, max_depth: int, width: i
     return Grid(tokens, max_depth, TreeShape(*(pad(column, (0, unused)) for column in proposal.shape)))
 
 
-def count_nodes(depth: int, branches: int) -> int:
-    """Nodes that `TreeGrower` knows after `depth` levels of `branches` expanded nodes with as many children each."""
-    return branches + (depth - 1) * branches**2
+def drop_leaves(grid: Grid, draft_lens: Tensor) -> Grid:
+    """The grid as chains, if what is verified of it are chains: their pass needs no mask. Waits for the lengths: for the CPU.
+
+    Args:
+        draft_lens: [batch] integers, nodes verified: columns 1..draft_lens.
+    Example: parents [[0, 0, 0, 1]] with draft_lens [1] -> chains; with [2] it stays
+    """
+    if grid.shape is None:
+        return grid
+    columns = torch.arange(grid.tokens.shape[1], device=draft_lens.device)
+    is_verified = (columns > 0) & (columns <= draft_lens[:, None])
+    if (is_verified & (grid.shape.parents != columns - 1)).any():
+        return grid
+    return grid._replace(shape=None)
+
+
+def count_nodes(depth: int, num_expanded: int, num_children: int) -> int:
+    """Nodes that `TreeGrower` knows after `depth` levels: of each, `num_expanded` have `num_children` each."""
+    return num_children * (1 + (depth - 1) * num_expanded)
 
 
 def order_nodes(

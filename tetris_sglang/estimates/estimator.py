@@ -10,7 +10,7 @@ from torch import Tensor
 from tetris_sglang.estimates.calibration import Calibration, chain_outcomes, tree_outcomes
 from tetris_sglang.estimates.offsets import EvidenceOffsets
 from tetris_sglang.observers import StepRecord
-from tetris_sglang.texts import FIRST_COPIED, FIRST_EXTENSION, INITIAL_OFFSETS, NO_EXTENSION, is_copied
+from tetris_sglang.texts import FIRST_COPIED, FIRST_TEXT_ONLY, INITIAL_OFFSETS, NO_DRAFT, is_copied
 
 _MAX_REQUESTS = 128
 """In steps that are learnt from together."""
@@ -33,12 +33,15 @@ def judge_nodes(record: StepRecord) -> JudgedNodes:
     assert proposal is not None
     batch_size, num_nodes = proposal.tokens.shape
     draft_lens = record.packed.verify_lens - 1
-    if grid.shape is None:
+    if proposal.shape is None:
         depths = torch.arange(1, num_nodes + 1, device=draft_lens.device).expand(batch_size, -1)
+    else:
+        depths = proposal.shape.depths[:, 1:]
+    if grid.shape is None:
+        # Of trees, too, where chains alone were verified.
         return JudgedNodes(depths, *chain_outcomes(num_accepted, draft_lens, num_nodes))
     assert record.accepted.path is not None
     outcomes = tree_outcomes(record.accepted.path, num_accepted, draft_lens, grid.shape.parents)
-    depths = grid.shape.depths[:, 1 : num_nodes + 1]
     return JudgedNodes(depths, *(outcome[:, :num_nodes] for outcome in outcomes))
 
 
@@ -84,7 +87,7 @@ class AcceptanceEstimator:
             return
         judged, probs, kinds = judge_nodes(record), record.proposal.probs, record.proposal.evidence
         if kinds is not None:
-            judged = judged._replace(reached=judged.reached & (kinds != NO_EXTENSION))
+            judged = judged._replace(reached=judged.reached & (kinds != NO_DRAFT))
             self.evidence.observe(kinds, self(probs, judged.depths, kinds), judged.reached, judged.accepted)
             judged = judged._replace(reached=judged.reached & ~is_copied(kinds))
         self._steps.append(tuple(part.reshape(-1) for part in (probs, *judged)))
@@ -108,6 +111,6 @@ class AcceptanceEstimator:
             # After long matches, where there is most evidence.
             "agreement_offset": offsets[FIRST_COPIED - 2],
             "contradiction_offset": offsets[FIRST_COPIED - 1],
-            "copied_offset": offsets[FIRST_EXTENSION - 1],
-            "extension_offset": offsets[NO_EXTENSION - 1],
+            "copied_offset": offsets[FIRST_TEXT_ONLY - 1],
+            "text_offset": offsets[NO_DRAFT - 1],
         }

@@ -13,11 +13,9 @@ from sglang.srt import environ
 
 from tetris_sglang.config import (
     DEFAULT_NUM_STEPS,
-    MAX_NUM_STEPS,
     SETTINGS,
     Setting,
     TetrisConfig,
-    default_extension,
     export_arguments,
 )
 from tetris_sglang.drafting import count_nodes
@@ -257,54 +255,45 @@ def _validate_shape(args, num_steps: int, kind: str, device: str, config: Tetris
             f"--speculative-eagle-topk {topk}: TETRIS drafts chains (1) or trees of 2 to {MAX_TOPK} branches. Choose a value "
             f"in that range."
         )
-    if (topk or 1) == 1:
-        _validate_chains(num_draft_tokens, num_steps, kind, config)
+    topk = topk or 1
+    if topk == 1 and not config.leaves:
+        _validate_chains(num_draft_tokens, num_steps)
         return
+    given = f"--speculative-eagle-topk {topk}" if topk > 1 else f"--speculative-tetris-leaves {config.leaves}"
+    if topk > 1 and config.leaves:
+        raise ValueError(
+            f"{given} and --speculative-tetris-leaves {config.leaves} are both given: one is for trees, the other for chains. "
+            f"Remove one of them."
+        )
     if kind == draft_kind.NGRAM:
         raise ValueError(
-            f"--speculative-eagle-topk {topk}: n-grams draft chains only. Leave it out, or give a model that drafts trees as "
-            f"--speculative-draft-model-path."
+            f"{given}: n-grams draft chains only. Leave it out, or give a model that drafts as --speculative-draft-model-path."
         )
     for name in _BACKEND_ARGUMENTS if device == "cuda" else ():
         if getattr(args, name) not in (None, "flashinfer"):
             raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} does not work with --speculative-eagle-topk {topk} under "
-                f"TETRIS: on GPUs the ragged trees of a batch are drafted and verified by flashinfer alone. Use it, or "
-                f"--speculative-eagle-topk 1."
+                f"--{name.replace('_', '-')} {getattr(args, name)} does not work with {given} under TETRIS: on GPUs the ragged "
+                f"trees of a batch are drafted and verified by flashinfer alone. Use it, or chains."
             )
     if (args.page_size or 1) != 1:
         raise ValueError(
-            f"--page-size {args.page_size} does not work with --speculative-eagle-topk {topk} under TETRIS: branches of a tree "
-            f"would share pages. Use --page-size 1, or chains."
+            f"--page-size {args.page_size} does not work with {given} under TETRIS: branches of a tree would share pages. Use "
+            f"--page-size 1, or chains."
         )
-    most = 1 + count_nodes(num_steps, topk)
+    most = 1 + count_nodes(num_steps, topk, topk + config.leaves)
     if num_draft_tokens is not None and not num_steps + 1 <= num_draft_tokens <= most:
         raise ValueError(
             f"--speculative-num-draft-tokens {num_draft_tokens}: a tree of --speculative-num-steps {num_steps} and "
-            f"--speculative-eagle-topk {topk} has at least {num_steps + 1} and at most {most} tokens, its root included. "
+            f"{given} has at least {num_steps + 1} and at most {most} tokens, its root included. "
             f"Choose a value in that range, or leave it out."
         )
 
 
-def _validate_chains(num_draft_tokens: int | None, num_steps: int, kind: str, config: TetrisConfig) -> None:
-    if num_draft_tokens in (None, num_steps + 1):
-        return
-    given = f"--speculative-num-draft-tokens {num_draft_tokens} with --speculative-num-steps {num_steps}"
-    if not num_steps + 1 < num_draft_tokens <= MAX_NUM_STEPS + 1:
+def _validate_chains(num_draft_tokens: int | None, num_steps: int) -> None:
+    if num_draft_tokens not in (None, num_steps + 1):
         raise ValueError(
-            f"{given}: a chain has num_steps + 1 = {num_steps + 1} tokens, or more, up to {MAX_NUM_STEPS + 1}, of which those "
-            f"beyond continue what stood in a recent text. Leave the former out, or draft trees with "
-            f"--speculative-eagle-topk."
-        )
-    if kind == draft_kind.NGRAM:
-        raise ValueError(
-            f"{given}: n-grams draft all of a chain from recent texts. Give --speculative-num-steps "
-            f"{num_draft_tokens - 1}, and leave --speculative-num-draft-tokens out."
-        )
-    if not config.calibration:
-        raise ValueError(
-            f"{given}: what continues a text is scored by how it fared before, and "
-            f"--speculative-tetris-calibration is off. Turn it on, or leave --speculative-num-draft-tokens out."
+            f"--speculative-num-draft-tokens {num_draft_tokens} with --speculative-num-steps {num_steps}: a chain has "
+            f"{num_steps + 1} tokens, its root included. Leave the former out, or draft trees with --speculative-eagle-topk."
         )
 
 
@@ -437,16 +426,10 @@ def resolve_server_args(args) -> None:
     args.speculative_eagle_topk = topk
     if args.speculative_num_draft_tokens is None:
         config = TetrisConfig.from_environment(num_steps)
-        # A fixed capacity keeps to the paper's chains.
-        is_long = topk == 1 and config.capacity_is_automatic
-        if kind == draft_kind.NGRAM and is_long and args.speculative_num_steps is None:
-            # What a model's chains have with what continues them; here no further passes are needed.
-            num_steps += default_extension(num_steps)
-        if kind != draft_kind.NGRAM and is_long and config.calibration:
-            args.speculative_num_draft_tokens = 1 + num_steps + default_extension(num_steps)
-        else:
-            # As many nodes as topk chains have: enough to choose from.
-            args.speculative_num_draft_tokens = 1 + topk * num_steps
+        if kind == draft_kind.NGRAM and args.speculative_num_steps is None and config.capacity_is_automatic:
+            num_steps *= 2  # no passes are needed
+        # As many nodes as so many chains have: enough to choose from.
+        args.speculative_num_draft_tokens = 1 + (topk + config.leaves) * num_steps
     args.speculative_num_steps = num_steps
     if kind == draft_kind.MTP and args.speculative_draft_model_path is None:
         args.speculative_draft_model_path = args.model_path

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.acceptance import draw, perturb
-from tetris_sglang.drafting import Grid
+from tetris_sglang.drafting import Grid, drop_leaves
 from tetris_sglang.packing import (
     AcceptedTokens,
     PackedTokens,
@@ -21,11 +21,7 @@ from tetris_sglang.packing import (
     pack_rows_reference,
 )
 from tetris_sglang.runtime.requests.options import LARGEST_WEIGHT
-from tetris_sglang.selection import (
-    LARGEST_PACE_WEIGHT,
-    fill_capacity,
-    get_selector,
-)
+from tetris_sglang.selection import fill_capacity, get_selector
 
 
 class Operations(NamedTuple):
@@ -39,6 +35,8 @@ class Operations(NamedTuple):
     """As acceptance.noise.perturb."""
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]
     """As acceptance.noise.draw."""
+    drop_leaves: Callable[[Grid, Tensor], Grid]
+    """As drafting.drop_leaves, where that waits for nothing."""
 
     def select_drafts(self, survival: Tensor, capacity_tokens: int, weights: Tensor | None = None) -> Tensor:
         """draft_lens [batch] int32, sum = capacity_tokens.
@@ -46,12 +44,12 @@ class Operations(NamedTuple):
         Args:
             survival: [batch, num_nodes], as in `Proposal`.
             capacity_tokens: at most all drafts of the requests with a weight above 0.
-            weights: [batch] float32 in [0, LARGEST_WEIGHT * LARGEST_PACE_WEIGHT], what the requests' survivals are multiplied
+            weights: [batch] float32 in [0, LARGEST_WEIGHT], what the requests' survivals are multiplied
                 with; None: all alike. The baselines heed only zeros.
         """
         # In [0, 1], as selection wants it.
         if weights is not None:
-            weights = weights / (LARGEST_WEIGHT * LARGEST_PACE_WEIGHT)
+            weights = weights / LARGEST_WEIGHT
         return self.select(survival.contiguous(), capacity_tokens, weights)
 
     def pack_grid(
@@ -120,7 +118,7 @@ def get_operations(device: str, selection: str) -> Operations:
     """
     select = partial(fill_capacity, select=get_selector(selection))
     if device != "cuda":
-        return Operations(select, pack_rows_reference, accept_rows_reference, perturb, draw)
+        return Operations(select, pack_rows_reference, accept_rows_reference, perturb, draw, drop_leaves)
     from tetris_sglang.kernels import noise
     from tetris_sglang.kernels.accept import accept_rows
     from tetris_sglang.kernels.pack import pack_rows
@@ -132,4 +130,5 @@ def get_operations(device: str, selection: str) -> Operations:
         accept_rows,
         noise.perturb,
         noise.draw,
+        lambda grid, draft_lens: grid,
     )

@@ -63,8 +63,7 @@ class StepRunner:
         draft_input, batch_size = batch.spec_info, len(batch.reqs)
         wishes = self._weights.get_wishes(batch.reqs)
         plan = self._planner.plan(batch, wishes)
-        max_depth = plan.depth + self._draft.num_extension if plan.capacity_tokens else 0
-        max_drafts = min(max_depth, plan.capacity_tokens)
+        max_drafts = min(plan.depth, plan.capacity_tokens)
         num_tokens = batch_size + plan.capacity_tokens
         tier = graph_tier(self._target_worker, batch_size, num_tokens)
 
@@ -73,7 +72,7 @@ class StepRunner:
 
         # Of all drafted tokens of the batch the C with the largest survivals, and a root per request, in one ragged pass.
         with phases("select"):
-            grid = make_grid(draft_input.bonus_tokens, proposal, max_depth, self._width)
+            grid = make_grid(draft_input.bonus_tokens, proposal, plan.depth, self._width)
             draft_lens = None if proposal is None else self._select(batch, proposal, plan, wishes)
             draft_lens, grid = self._share(draft_lens, grid)
             table, rows = batch.req_to_token_pool.req_to_token, batch.req_pool_indices
@@ -124,8 +123,8 @@ class StepRunner:
         Returns:
             draft_lens [batch] int32, sum = capacity_tokens.
         """
-        weights = self._weights.compose(batch.req_pool_indices, wishes)
-        self._planner.after_draft(proposal, plan, weights, wishes)
+        self._planner.after_draft(proposal, plan, wishes)
+        weights = None if wishes is None else wishes.weights
         return self._operations.select_drafts(proposal.survival, plan.capacity_tokens, weights)
 
     def _accept(self, batch, tokens: Tensor, packed: PackedTokens, grid: Grid, slots: Tensor | None) -> AcceptedTokens:
@@ -138,12 +137,13 @@ class StepRunner:
         return accepted
 
     def _share(self, draft_lens: Tensor | None, grid: Grid) -> tuple[Tensor | None, Grid]:
-        """What all ranks verify: the first one's drafts."""
+        """What all ranks verify: the first one's drafts, as chains where nothing else was selected."""
         if draft_lens is None:
             return None, grid
         # The tokens first: kernels are compiled for aligned ones.
         tokens, *shape, draft_lens = self._ranks.share([grid.tokens, *(grid.shape or ()), draft_lens])
-        return draft_lens, Grid(tokens, grid.max_depth, TreeShape(*shape) if shape else None)
+        grid = Grid(tokens, grid.max_depth, TreeShape(*shape) if shape else None)
+        return draft_lens, self._operations.drop_leaves(grid, draft_lens)
 
 
 def make_result(record: StepRecord, result, next_draft_input) -> GenerationBatchResult:

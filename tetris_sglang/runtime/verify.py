@@ -146,7 +146,9 @@ def forward_target(
         max_drafts: that any request verifies, where the host knows fewer than the grid has room for.
     """
     width = grid.tokens.shape[1]
-    if max_drafts is not None and grid.shape is None:
+    if packed.verify_lens.device.type == "cpu":
+        width = int(packed.verify_lens.max())  # nobody waits for it there
+    elif max_drafts is not None and grid.shape is None:
         width = max_drafts + 1
     batch.input_ids = packed.input_ids
     batch.out_cache_loc = packed.slots
@@ -156,7 +158,7 @@ def forward_target(
         input_ids=packed.input_ids,
         positions=packed.positions,
         hidden_mode=hidden_mode,
-        ancestors=None if grid.shape is None else ancestor_mask(grid.shape.parents, grid.max_depth),
+        ancestors=None if grid.shape is None else ancestor_mask(grid.shape.parents[:, :width], grid.max_depth),
         layout=RaggedVerifyLayout(
             verify_lens=packed.verify_lens,
             graph_num_tokens=packed.input_ids.shape[0],

@@ -44,7 +44,6 @@ from tetris_sglang.runtime.requests.seeds import RequestSeeds, install_sampler
 from tetris_sglang.runtime.requests.weights import RequestWeights
 from tetris_sglang.runtime.step import StepRunner
 from tetris_sglang.runtime.verify import graph_tier
-from tetris_sglang.selection import RequestPace
 from tetris_sglang.texts import trust
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,14 @@ class TetrisWorker(BaseSpecWorker):
         """The pools are there: all that keeps something for every request is made."""
         super().alloc_memory_pool(**pools)
         runner, config = self._target_worker.model_runner, self.config
-        if get_spec().speculative_eagle_topk > 1 and self.device == "cuda":
+        spec = DraftSpec(
+            self.speculative_num_steps,
+            get_spec().speculative_eagle_topk,
+            self.speculative_num_draft_tokens,
+            config.leaves,
+            reads_hidden_states=self._kind in HEADS,
+        )
+        if spec.num_children > 1 and self.device == "cuda":
             check_kv_pool(runner.token_to_kv_pool)
             check_kv_pool(self._draft_worker.draft_runner.token_to_kv_pool)
         num_slots = len(runner.req_to_token_pool.req_to_token)
@@ -118,18 +124,10 @@ class TetrisWorker(BaseSpecWorker):
             are_searched=self._kind == NGRAM or config.calibration,
             are_shared=config.shared_texts,
         )
-        pace = RequestPace(num_slots, config.fairness, self.device) if config.fairness else None
-        self._weights = RequestWeights(self.device, pace)
+        self._weights = RequestWeights(self.device)
         self._metrics = StepMetrics(self._ranks.is_first)
-        spec = DraftSpec(
-            self.speculative_num_steps,
-            get_spec().speculative_eagle_topk,
-            self.speculative_num_draft_tokens,
-            reads_hidden_states=self._kind in HEADS,
-        )
-        max_depth = spec.num_steps + (0 if self._kind == NGRAM else spec.num_extension)
         steps_together = 1 if self.device == "cuda" else 8  # captured there
-        self._estimator = AcceptanceEstimator(max_depth, self.device, steps_together) if config.calibration else None
+        self._estimator = AcceptanceEstimator(spec.num_steps, self.device, steps_together) if config.calibration else None
         self._draft = self._make_draft(spec)
         self._recorder = self._make_recorder(num_slots)
 
@@ -155,7 +153,6 @@ class TetrisWorker(BaseSpecWorker):
             draft=self._kind,
             topk=get_spec().speculative_eagle_topk,
             num_nodes=self._draft.count_nodes(self.speculative_num_steps),
-            num_extension=self._draft.num_extension,
             num_slots=num_slots,
             device=self.device,
         )
@@ -207,8 +204,8 @@ class TetrisWorker(BaseSpecWorker):
             self._texts,
             batch_sizes=runner.capture_bs,
             width=self.speculative_num_draft_tokens,
-            max_depth=self.speculative_num_steps + self._draft.num_extension,
-            has_trees=get_spec().speculative_eagle_topk > 1,
+            max_depth=self.speculative_num_steps,
+            has_trees=get_spec().speculative_eagle_topk + self.config.leaves > 1,
             has_evidence=self._estimator is not None,
             device=self.device,
         )
@@ -261,12 +258,7 @@ class TetrisWorker(BaseSpecWorker):
         def fit_rows(batch_size: int, rows: int) -> int | None:
             return graph_tier(self._target_worker, batch_size, rows)
 
-        return DraftLimits(
-            depths=[0, *draft.depths] if draft.num_extension else draft.depths,
-            count_nodes=draft.count_nodes,
-            fit_rows=fit_rows,
-            num_extension=draft.num_extension,
-        )
+        return DraftLimits(draft.depths, draft.count_nodes, fit_rows)
 
     def _make_policy(self) -> CapacityPolicy:
         config = self.config

@@ -7,14 +7,11 @@ from torch import Tensor
 
 from tetris_sglang.selection.baselines import select_oracle, select_random, select_uniform
 from tetris_sglang.selection.batched import fill_capacity, select_prefixes
-from tetris_sglang.selection.pace import LARGEST_PACE_WEIGHT, RequestPace
 from tetris_sglang.selection.reference import select_prefixes_reference
 from tetris_sglang.selection.survival import SMALLEST_SURVIVAL, survival_from_probs
 
 __all__ = [
-    "LARGEST_PACE_WEIGHT",
     "SMALLEST_SURVIVAL",
-    "RequestPace",
     "Selector",
     "fill_capacity",
     "get_selector",

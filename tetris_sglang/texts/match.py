@@ -2,12 +2,11 @@
 
 A text that repeats itself (a loop, a quotation, code that is edited) tells apart drafts whose scores do not: where the
 longest earlier match of the text's end goes on as the draft does, the draft is accepted far more often than where the
-match goes on differently. So every drafted token carries what the match says of it, one of NUM_EVIDENCE kinds, and
-what each kind is worth is learnt (estimates/offsets.py). Where the match's own token is then the likelier one, it is
-drafted in the place of the model's: the model goes on from there.
+match goes on differently. So every drafted token carries what the match says of it, and whether it was the model's first
+choice: one of NUM_EVIDENCE kinds. What each kind is worth is learnt (estimates/offsets.py). Where the match's own token is
+then the likelier one, it is drafted in the place of the model's: the model goes on from there.
 
-And where the match was followed down to the model's last token, what follows there can be drafted, too: tokens that no
-pass of the model has to pay for ("extension" ones).
+Without a model, the matches themselves are the drafts (`drafting.propose_matches`).
 
 Where another request's text shares more than twice as many tokens as the request's own, it is the match
 (texts/index.py). What such a one says has kinds of its own: it is worth less.
@@ -29,24 +28,26 @@ NO_EVIDENCE = 0
 FIRST_COPIED = 1 + 2 * _LENGTH_CLASSES
 """Kinds below: by rising match length two each, the match goes on with this token, or differently. From here on, by
 match length: the token is the match's and not the model's."""
-FIRST_EXTENSION = FIRST_COPIED + _LENGTH_CLASSES
-"""From here on, by match length: no model was asked, the token continues the match behind the model's last."""
-_EXTENSION_CLASSES = 5
+FIRST_TEXT_ONLY = FIRST_COPIED + _LENGTH_CLASSES
+"""From here on, by match length: no model was asked, the token is the match's."""
+_TEXT_ONLY_CLASSES = 5
 """As above, and from 16 tokens on: those that were drafted on the way count as shared."""
-NO_EXTENSION = FIRST_EXTENSION + _EXTENSION_CLASSES
-"""There was nothing to continue: the place holds no draft."""
-_KINDS = NO_EXTENSION + 1
+NO_DRAFT = FIRST_TEXT_ONLY + _TEXT_ONLY_CLASSES
+"""There was no match to draft from: the place holds no draft."""
+_KINDS = NO_DRAFT + 1
 """From here on the same again, of matches in other requests' texts."""
-NUM_EVIDENCE = 2 * _KINDS
+FIRST_RUNNER_UP = 2 * _KINDS
+"""From here on all of it again, of tokens that were not the model's first choice."""
+NUM_EVIDENCE = 2 * FIRST_RUNNER_UP
 COPIED_PROB = 0.5
-"""What stands for the model's probability of a copied or extension token. Calibrated, it is worth what its kind has been."""
-INITIAL_OFFSETS = (
+"""What stands for the model's probability of a token that is the match's. Calibrated, it is worth what its kind has been."""
+INITIAL_OFFSETS = 2 * (
     *(*[0.0] * FIRST_COPIED, -3.0, -2.5, -2.0, -1.5, -1.5, 0.0, 0.8, 1.7, 2.2, 0.0),
     *(*[0.0] * FIRST_COPIED, -4.0, -3.5, -3.0, -2.5, -2.5, -1.0, 0.0, 0.7, 1.2, 0.0),
 )
 """Log-odds of each kind before anything was seen. A copied token counts for little: drafts that contradict the text have to
-fail first, so a draft that is always right keeps all of its tokens. A extension one takes no model's place: it begins with what
-such tokens were worth in sampled answers of SmolLM2-135M-Instruct (0.16, 0.46, 0.69 and 0.90 accepted, by rising match
+fail first, so a draft that is always right keeps all of its tokens. Where no model was asked it begins with what such tokens
+were worth in sampled answers of SmolLM2-135M-Instruct (0.16, 0.46, 0.69 and 0.90 accepted, by rising match
 length)."""
 
 
@@ -95,28 +96,8 @@ class Match(NamedTuple):
 
 
 def is_copied(evidence: Tensor) -> Tensor:
-    """Whether tokens with this evidence are the match's and not the model's: copied, extension, or no draft at all."""
+    """Whether tokens with this evidence are the match's and not the model's, or no draft at all."""
     return evidence % _KINDS >= FIRST_COPIED
-
-
-def is_matching(evidence: Tensor) -> Tensor:
-    """Whether tokens with this evidence are the match's, and those before them on their chains were, too."""
-    evidence = evidence % _KINDS
-    agrees = (evidence < FIRST_COPIED) & (evidence % 2 == 1)
-    return agrees | ((evidence >= FIRST_COPIED) & (evidence != NO_EXTENSION))
-
-
-def min_passes(evidence: Tensor, num_extension: int) -> Tensor:
-    """How many passes of the draft have a chain's tokens: a match's may also be extension behind fewer, or none.
-
-    Args:
-        evidence: [batch, n] int64, as in `Proposal`.
-    Returns:
-        [batch, n] int64, from 0.
-    Example: no match at all, then agreement down to the last, num_extension 2 -> [[1, 2, 3, 4], [0, 0, 1, 2]]
-    """
-    places = torch.arange(1, evidence.shape[1] + 1, device=evidence.device)
-    return torch.where(is_matching(evidence), (places - num_extension).clamp(min=0), places)
 
 
 def _length_exponents(match: Match) -> Tensor:
@@ -133,33 +114,10 @@ def _first_kinds(match: Match) -> Tensor | int:
     return 0 if match.is_others is None else match.is_others[:, None] * _KINDS
 
 
-def _extension_kinds(exponents: Tensor) -> Tensor:
-    return exponents.clamp(1, _EXTENSION_CLASSES) + (FIRST_EXTENSION - 1)
-
-
-def extension_evidence(match: Match) -> Tensor:
+def text_evidence(match: Match) -> Tensor:
     """[batch, depth] int64, the evidence for a match's tokens where no model is asked."""
-    return _extension_kinds(_length_exponents(match)) + _first_kinds(match)
-
-
-def score_extension(
-    kinds: Tensor,
-    was_followed: Tensor,
-    depths: Tensor,
-    calibrate: Calibrate,
-    probs: Tensor | float = COPIED_PROB,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Calibrate tokens that no model was asked for.
-
-    Args:
-        kinds: [batch, n] int64, of `extension_evidence`. was_followed: [batch, 1] bool, whether there is something to continue.
-        depths: [n], from 1. probs: [batch, n] float32, or one for all: what to believe without calibration.
-    Returns:
-        probs, scores and evidence as `Matcher.score` returns them; score 0 where there is nothing.
-    """
-    evidence = torch.where(was_followed, kinds, NO_EXTENSION)
-    probs = probs * was_followed.to(torch.float32).expand(evidence.shape)
-    return probs, calibrate(probs, depths, evidence) * was_followed, evidence
+    kinds = _length_exponents(match).clamp(1, _TEXT_ONLY_CLASSES) + (FIRST_TEXT_ONLY - 1) + _first_kinds(match)
+    return torch.where((match.match_lens > 0)[:, None], kinds, NO_DRAFT)
 
 
 def trust_match_lens(match_lens: Tensor) -> Tensor:
@@ -205,7 +163,6 @@ class Matcher:
 
     def __init__(self, match: Match, calibrate: Calibrate) -> None:
         self._calibrate, self._match = calibrate, match
-        self.num_levels = match.tokens.shape[1]
         # For all levels at once: there is little to each, so it costs what launching it takes.
         self._exponents, self._first_kinds = _length_exponents(match), _first_kinds(match)
         classes = self._exponents.clamp_max(_LENGTH_CLASSES)
@@ -216,8 +173,8 @@ class Matcher:
 
     @cached_property
     def _copy_below(self) -> Tensor:
-        """[batch, num_levels], the draft's probabilities below which the match's tokens are worth more."""
-        depths = torch.arange(1, self.num_levels + 1, device=self._copied.device)
+        """[batch, levels], the draft's probabilities below which the match's tokens are worth more."""
+        depths = torch.arange(1, self._copied.shape[1] + 1, device=self._copied.device)
         return self._calibrate.find_rival(depths, self._copied, self._contradicted)
 
     def choose(self, level: int, tokens: Tensor, probs: Tensor, was_followed: Tensor) -> Choice:
@@ -244,30 +201,22 @@ class Matcher:
         tokens = torch.where(takes, copied, tokens)
         return Choice(tokens.flatten(1), probs.flatten(1), was_followed, agrees.flatten(1), takes.flatten(1))
 
-    def score(self, levels: slice, depths: int | Tensor, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
+    def score(
+        self, levels: slice, depths: int | Tensor, choice: Choice, num_children: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Calibrate drafts by what the match says of them.
 
         Args:
             levels: of the choice's columns: one for all of them, or one each. depths: the same from 1, as `Calibrate` takes
-                them.
+                them. num_children: of each parent, which stand side by side.
         Returns:
             probs [batch, n] float32, the draft's own, COPIED_PROB where copied; scores [batch, n] float32, calibrated;
             evidence [batch, n] int64 below NUM_EVIDENCE.
         """
         evidence = (self._contradicted[:, levels] - choice.agrees.to(torch.int64)).where(choice.was_followed, NO_EVIDENCE)
+        if num_children > 1:
+            is_runner_up = torch.arange(evidence.shape[1], device=evidence.device) % num_children > 0
+            evidence = evidence + FIRST_RUNNER_UP * is_runner_up
         evidence = torch.where(choice.is_copied, self._copied[:, levels], evidence)
         probs = choice.probs.masked_fill(choice.is_copied, COPIED_PROB)
         return probs, self._calibrate(probs, depths, evidence), evidence
-
-    def go_on(self, levels: slice, was_followed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Continue the matches behind the model's last tokens.
-
-        Args:
-            levels: of the extension tokens, from 0. was_followed: [batch, 1] bool, whether there is something to continue.
-        Returns:
-            tokens [batch, n] int64, and probs, scores and evidence as `score` returns them; score 0 where there is nothing.
-        """
-        depths = torch.arange(levels.start + 1, levels.stop + 1, device=was_followed.device)
-        kinds = _extension_kinds(self._exponents[:, levels]) + self._first_kinds
-        scored = score_extension(kinds, was_followed, depths, self._calibrate)
-        return self._match.tokens[:, levels], *scored

@@ -20,20 +20,19 @@ def state_of(tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack((tokens, tokens * 2, -tokens), dim=-1).float()
 
 
-def make_missed(slots: int = 12, max_emitted: int = 1, has_states: bool = False, ranks: Ranks = ALONE) -> MissedTokens:
+def make_missed(slots: int = 12, has_states: bool = False, ranks: Ranks = ALONE) -> MissedTokens:
     size = 3 if has_states else None
-    return MissedTokens(slots, max_emitted=max_emitted, hidden_size=size, dtype=torch.float32, device="cpu", ranks=ranks)
+    return MissedTokens(slots, hidden_size=size, dtype=torch.float32, device="cpu", ranks=ranks)
 
 
 @pytest.mark.parametrize("width", [2, 4, 7])
-@pytest.mark.parametrize("max_emitted", [1, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_missed_and_window_together_hold_every_token_once(width, max_emitted, seed):
+def test_missed_and_window_together_hold_every_token_once(width, seed):
     """Requests of random ages: what is taken, and the window after it, are the text's last tokens without a gap."""
     rng = random.Random(seed)
     batch, slots = 5, 12
     rows = torch.tensor(rng.sample(range(slots), batch))
-    missed = make_missed(slots, max_emitted, has_states=True)
+    missed = make_missed(slots, has_states=True)
     texts = [list(range(100 * r, 100 * r + rng.randint(1, width))) for r in range(batch)]
     tokens = torch.tensor([[0] * (width - len(text)) + text for text in texts])
     window = Window(tokens, torch.tensor([len(text) for text in texts]), state_of(tokens))
@@ -46,16 +45,11 @@ def test_missed_and_window_together_hold_every_token_once(width, max_emitted, se
             tokens = window.tokens.clone()
             tokens[joined] = torch.tensor([0] * (width - 1) + [901])
             window = Window(tokens, torch.cat((window.counts[:-1], torch.tensor([1]))), state_of(tokens))
-        # Plain steps, and those that accept some of the texts' own tokens.
-        most = rng.choice((1, max_emitted))
-        counts = [rng.randint(1, most) for _ in texts]
-        emitted = torch.full((batch, most), 555)
-        for r, (text, count) in enumerate(zip(texts, counts, strict=True)):
-            new = [text[-1] + 1 + i for i in range(count)]
-            text += new
-            emitted[r, :count] = torch.tensor(new)
-        assert missed.has_room(most)
-        missed.push(rows, Window(emitted, None if most == 1 else torch.tensor(counts), state_of(emitted)))
+        for text in texts:
+            text.append(text[-1] + 1)
+        emitted = torch.tensor([text[-1] for text in texts])
+        assert missed.has_room()
+        missed.push(rows, emitted, state_of(emitted))
         longest = max(len(text) - start for text, start in zip(texts, starts, strict=True))
         assert missed.num_tokens == longest
     assert missed.max_tokens >= longest
@@ -77,7 +71,7 @@ def test_full_windows_lose_one_token_each_step():
     missed = make_missed()
     rows, window = torch.tensor([3, 1]), Window(torch.tensor([[7, 8], [70, 80]]))
     for token in (9, 10):
-        missed.push(rows, Window(torch.tensor([[token], [10 * token]])))
+        missed.push(rows, torch.tensor([token, 10 * token]))
     left, window = slide_window(window, missed.take(rows))
     assert left.tokens.tolist() == [[7, 8], [70, 80]]
     assert left.counts.tolist() == [2, 2]
@@ -94,40 +88,42 @@ def test_what_has_not_come_in_yet_counts_as_the_most_it_can_be(monkeypatch):
         return readings[-1]
 
     monkeypatch.setattr(catch_up, "HostCopy", copy_late)
-    missed, rows = make_missed(max_emitted=4), torch.tensor([3, 1])
+    missed, rows = make_missed(), torch.tensor([3, 1])
     bounds = []
-    for step, counts in enumerate(([1, 2], [4, 1], [1, 1])):
-        missed.push(rows, Window(torch.arange(8).view(2, 4), torch.tensor(counts)))
+    for step, running in enumerate((rows, rows[:1], rows[1:])):
+        missed.push(running, torch.tensor([10 * step, 10 * step + 1])[: len(running)])
         if step:
             readings[step - 1].is_ready = True
         bounds.append(missed.num_tokens)
-    # All that could have been; then what was after one step and after two, and a step.
-    assert bounds == [4, 2 + 4, 5 + 4]
-    assert missed.max_tokens == 5
+    # What was after one step and after two, and a step that may have been the longest one's.
+    assert bounds == [1, 1 + 1, 2 + 1]
     taken = missed.take(rows)
-    assert taken.counts.tolist() == [6, 4] and taken.tokens.shape[1] == 9
-    assert taken.tokens[0, :6].tolist() == [0, 0, 1, 2, 3, 0] and taken.tokens[1, :4].tolist() == [4, 5, 4, 4]
-    assert missed.num_tokens == 0 and missed.max_tokens == 9
+    assert taken.counts.tolist() == [2, 2] and taken.tokens.tolist() == [[0, 10, 0], [1, 20, 0]]
+    assert missed.num_tokens == 0 and missed.max_tokens == 3
 
 
 def test_its_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 12 * 20 * (4 + 3 * 4))
     missed = make_missed(has_states=True)
-    rows, emitted = torch.tensor([0]), Window(torch.tensor([[1]]), None, torch.zeros(1, 1, 3))
+    rows = torch.tensor([0])
     for _ in range(20):
-        assert missed.has_room(1)
-        missed.push(rows, emitted)
-    assert not missed.has_room(1)
+        assert missed.has_room()
+        missed.push(rows, torch.tensor([1]), torch.zeros(1, 3))
+    assert not missed.has_room()
     # A few steps find room whatever they take.
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 0)
-    assert make_missed(max_emitted=7).has_room(28)
+    missed = make_missed()
+    for _ in range(4):
+        assert missed.has_room()
+        missed.push(rows, torch.tensor([1]))
+    assert not missed.has_room()
 
 
 def test_who_has_just_been_prefilled_misses_nothing():
     """After a plain period ended with its requests, the next step has nothing to catch up on."""
     missed = make_missed()
     rows = torch.tensor([2, 5])
-    missed.push(rows, Window(torch.tensor([[1], [2]])))
+    missed.push(rows, torch.tensor([1, 2]))
     assert missed.num_tokens == 1
     missed.forget_rows(rows[:1])
     assert missed.num_tokens == 1

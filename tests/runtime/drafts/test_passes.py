@@ -32,7 +32,7 @@ def test_every_branch_has_a_state_of_its_own(batch_size, monkeypatch):
     """Layers add to their states in place: branches that shared one would change each other's."""
     monkeypatch.setattr(passes_module, "move_kv", lambda *_: None)
     num_steps, branches, width = 3, 2, 4
-    spec = DraftSpec(num_steps, branches, 9, reads_hidden_states=True)
+    spec = DraftSpec(num_steps, branches, 9, 0, reads_hidden_states=True)
     runner = SimpleNamespace(attn_backend=None, token_to_kv_pool=None)
     worker = SimpleNamespace(
         draft_runner=runner, hot_token_id=None, draft_attn_backend=SimpleNamespace(attn_backends=[None] * num_steps)

@@ -11,8 +11,6 @@ from tetris_sglang.config import TetrisConfig
 from tetris_sglang.drafting import Proposal, TreeShape, make_chains, tree_survival
 from tetris_sglang.runtime.reports import recording
 from tetris_sglang.runtime.reports.recording import StepRecorder
-from tetris_sglang.texts import FIRST_EXTENSION, NO_EXTENSION
-from tetris_sglang.texts.match import NO_EVIDENCE
 from tetris_sglang.trace import read_trace
 
 NUM_NODES = 4
@@ -24,14 +22,13 @@ class Request:
 
 @pytest.fixture
 def make_recorder(tmp_path):
-    def make(num_extension: int = 0) -> StepRecorder:
+    def make() -> StepRecorder:
         config = TetrisConfig(4, 2.5, None, record=tmp_path / "run.trace")
         return StepRecorder(
             config,
             draft="eagle",
             topk=2,
             num_nodes=NUM_NODES,
-            num_extension=num_extension,
             num_slots=8,
             device="cpu",
         )
@@ -77,30 +74,9 @@ def test_chains(make_recorder, read):
     assert trace.requests.tolist() == [1, 0] and trace.selected.tolist() == [3, 1]
     assert trace.depths.tolist() == [3, 3] and trace.node_depths.tolist() == [[1, 2, 3, 0]] * 2
     assert trace.raw.tolist() == [[0.75, 0.75, 0.375, 0], [0.5, 0.25, 0.125, 0]]
-    assert trace.passes.tolist() == trace.node_depths.tolist()
     assert trace.survival.tolist() == [[0.5, 0.25, 0.25, 0], [0.25, 0.25, 0.125, 0]]
     assert trace.accepted.tolist() == [[True, True, False, False], [False] * 4]
     assert trace.is_complete.tolist() == [True, False]
-
-
-def test_what_the_text_continues_needs_fewer_passes(make_recorder, read):
-    """Two passes and two tokens more: one chain follows its text from the root on, the other one never."""
-    recorder = make_recorder(num_extension=2)
-    begin(recorder, [Request(), Request()], [0, 1])
-    scores = torch.full((2, 4), 0.5)
-    agreement, contradiction = 1, 2
-    evidence = torch.tensor(
-        [
-            [agreement, agreement, FIRST_EXTENSION, FIRST_EXTENSION],
-            [contradiction, NO_EVIDENCE] + [NO_EXTENSION] * 2,
-        ]
-    )
-    proposal = make_chains(torch.zeros_like(evidence), scores, scores, evidence)
-    recorder.observe(make_record(proposal, selected=[4, 2], num_accepted=[4, 0], depth=2))
-    recorder.write()
-    trace = read()
-    assert trace.depths.tolist() == [2, 2] and trace.node_depths.tolist() == [[1, 2, 3, 4]] * 2
-    assert trace.passes.tolist() == [[0, 0, 1, 2], [1, 2, 3, 4]]
 
 
 def make_tree(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -19,8 +19,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from tetris_sglang.runtime.operations import get_operations
 from tetris_sglang.runtime.requests.options import DEFAULT, RequestOptions, parse
-from tetris_sglang.runtime.requests.weights import RequestWeights, Wishes
-from tetris_sglang.selection import RequestPace, survival_from_probs
+from tetris_sglang.runtime.requests.weights import RequestWeights
+from tetris_sglang.selection import survival_from_probs
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -169,17 +169,6 @@ def select(weights: list[float], capacity: int, selection: str = "tetris") -> li
 )
 def test_weighted_selection(weights, capacity, draft_lens):
     assert select(weights, capacity) == draft_lens
-
-
-def test_wishes_go_on_top_of_the_pace():
-    rows, wishes = torch.arange(2), Wishes(torch.tensor([0.0, 4.0]), 1, 4.0)
-    pace = RequestPace(2, fairness=1.0)
-    pace.observe(rows, torch.tensor([1, 5]))
-    paced, plain = RequestWeights("cpu", pace), RequestWeights("cpu")
-    assert plain.compose(rows, None) is None
-    assert plain.compose(rows, wishes) is wishes.weights
-    assert paced.compose(rows, None).tolist() == pace.weights(rows).tolist()
-    assert paced.compose(rows, wishes).tolist() == [0.0, 4 * float(pace.weights(rows)[1])]
 
 
 @pytest.mark.parametrize("selection", ["uniform", "random"])

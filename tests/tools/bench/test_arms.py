@@ -194,7 +194,7 @@ def test_every_family_has_arms_of_its_own_in_the_full_comparison():
 
 def test_the_quick_comparison_is_none_sglang_and_the_default():
     quick = build_settings(preset=QUICK, options=OPTIONS | {"concurrency": None})
-    assert [arm.name for arm in quick.build_arms()] == ["none", "auto eagle3 D=6+6", "EAGLE3 k=3"]
+    assert [arm.name for arm in quick.build_arms()] == ["none", "auto eagle3 D=6", "EAGLE3 k=3"]
     assert (quick.concurrency, quick.temperature) == ((1, 4), (0.0,))
     full = build_settings(preset=FULL, options=OPTIONS | {"concurrency": None})
     assert (full.concurrency, full.temperature) == ((1, 4, 16), (0.0, 1.0))
@@ -204,8 +204,8 @@ def test_the_quick_comparison_is_none_sglang_and_the_default():
     ("draft", "own", "ours"),
     [
         ("ngram", "NGRAM k=3", "auto ngram D=12"),
-        ("standalone", "STANDALONE k=3", "auto standalone D=6+6"),
-        ("useless", "EAGLE3 useless k=3", "auto useless D=6+6"),
+        ("standalone", "STANDALONE k=3", "auto standalone D=6"),
+        ("useless", "EAGLE3 useless k=3", "auto useless D=6"),
     ],
 )
 def test_an_arm_is_named_after_its_draft_and_sglangs_own_after_its_algorithm(draft, own, ours):
@@ -420,29 +420,20 @@ def test_chats_are_sent_with_their_parameters_and_counted_by_what_was_written(pl
     assert not any(r["ignore_eos"] for r in received)
 
 
-def test_automatic_arms_with_chains_that_go_on_from_the_text():
-    settings = make_settings(arms="auto", num_steps=4, extension="0,5", drafts="eagle,ngram")
+def test_automatic_arms_leave_the_shape_to_the_server():
+    settings = make_settings(arms="auto", num_steps=4, drafts="eagle,ngram")
     arms = [arm for arm in settings.build_arms() if arm.family == "auto"]
-    assert [arm.name for arm in arms] == ["auto eagle D=4", "auto eagle D=4+5", "auto ngram D=8"]
-    flags = [arm.flags("folder", phase_times=False) for arm in arms[:2]]
-    assert [one[-2:] for one in flags] == [["--speculative-num-draft-tokens", str(n)] for n in (5, 10)]
-    assert "--speculative-num-draft-tokens" not in arms[2].flags(None, phase_times=False)
-    with pytest.raises(ValueError, match="--extension '-1'"):
-        make_settings(extension="-1")
-
-
-@pytest.mark.parametrize("num_steps, name", [(4, "auto eagle3 D=4+4"), (63, "auto eagle3 D=63+1"), (64, "auto eagle3 D=64")])
-def test_automatic_chains_go_on_as_a_server_does_by_itself(num_steps, name):
-    settings = make_settings(arms="auto", num_steps=num_steps)
-    assert [arm.name for arm in settings.build_arms() if arm.family == "auto"] == [name]
+    assert [arm.name for arm in arms] == ["auto eagle D=4", "auto ngram D=8"]
+    for arm in arms:
+        assert "--speculative-num-draft-tokens" not in arm.flags("folder", phase_times=False)
 
 
 def test_variants_of_the_default_differ_in_one_setting():
-    settings = make_settings(arms="none,auto", variants="fairness=0,shared-texts=on")
+    settings = make_settings(arms="none,auto", variants="leaves=1,shared-texts=on")
     _, default, *others = settings.build_arms()
-    assert [arm.name for arm in others] == [f"{default.name} fairness=0", f"{default.name} shared-texts=on"]
+    assert [arm.name for arm in others] == [f"{default.name} leaves=1", f"{default.name} shared-texts=on"]
     shared = others[1].flags("head", False)
     assert shared == [*default.flags("head", False), "--speculative-tetris-shared-texts", "on"]
-    for bad, message in (("speed=1", "no such speed"), ("fairness", "give NAME=VALUE")):
+    for bad, message in (("speed=1", "no such speed"), ("leaves", "give NAME=VALUE")):
         with pytest.raises(ValueError, match=message):
             make_settings(variants=bad)

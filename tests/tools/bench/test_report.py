@@ -355,17 +355,6 @@ def judge_throughput(ratios: dict[str, float], arms: dict[str, dict]) -> dict[st
     return {v.expectation: v for v in report.judge(cells, {"none": {"family": "none"}} | arms)}
 
 
-def test_goals_are_those_of_chains_that_go_on_where_both_were_measured():
-    arms = {
-        "auto D=6": {"family": "auto", "num_steps": 6},
-        "auto D=6+6": {"family": "auto", "num_steps": 6, "extension": 6},
-    }
-    goal = "automatic capacity at least 0.98 of no speculation"
-    assert judge_throughput({"auto D=6": 0.9, "auto D=6+6": 1.2}, arms)[goal].holds
-    assert not judge_throughput({"auto D=6": 1.2, "auto D=6+6": 0.9}, arms)[goal].holds
-    assert not judge_throughput({"auto D=6": 0.9}, arms)[goal].holds
-
-
 def test_where_every_draft_is_wrong_choosing_is_not_judged():
     """But the automatic capacity is: it must not lose by much."""
     arms = {

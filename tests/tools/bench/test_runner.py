@@ -146,12 +146,12 @@ def test_automatic_arms_lead_their_drafts_and_start_alone(tmp_path, monkeypatch)
     )  # fmt: skip
     arms = settings.build_arms()
     assert [arm.name for arm in arms] == [
-        "none", "auto eagle3 D=6+6", "EAGLE3 k=2", "auto useless D=6+6", "EAGLE3 useless k=2",
+        "none", "auto eagle3 D=6", "EAGLE3 k=2", "auto useless D=6", "EAGLE3 useless k=2",
     ]  # fmt: skip
     flags = arms[3].flags("draft", phase_times=True)
     assert flags == [
         *("--speculative-algorithm", "TETRIS", "--speculative-draft-model-path", "draft"),
-        *("--speculative-num-steps", "6", "--speculative-num-draft-tokens", "13"),
+        *("--speculative-num-steps", "6"),
     ]
     assert arms[4].flags("draft", True)[:2] == ["--speculative-algorithm", "EAGLE3"]
     recorder = Recorder(monkeypatch)
@@ -512,7 +512,7 @@ def measured(tmp_path):
 def test_the_report_is_made_again_without_measuring(measured, monkeypatch):
     monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
     done = CliRunner().invoke(app, ["bench", "--report-only", "--out", str(measured)])
-    assert done.exit_code == 0 and "auto eagle3 D=6+6" in done.output
+    assert done.exit_code == 0 and "auto eagle3 D=6" in done.output
     assert measured.with_suffix(".md").exists() and measured.with_suffix(".png").exists()
 
 

@@ -30,7 +30,7 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
         self._verify_plans: dict[int, VerifyPlan] = {}
         """By token tier."""
         self._width = get_spec().speculative_num_draft_tokens
-        self._drafts_trees = get_spec().speculative_eagle_topk > 1
+        self._drafts_trees = get_spec().speculative_eagle_topk + config.leaves > 1
         self._packed_mask: Tensor | None = None
         """Shared by all tiers: one pass runs at a time."""
 

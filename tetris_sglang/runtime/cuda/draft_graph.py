@@ -138,7 +138,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
 
     def _window(self, size: int) -> Window:
         states = self._hidden_states
-        counts = None if self._spec.has_full_windows else self._counts[:size]
+        counts = None if self._spec.keeps_kv else self._counts[:size]
         return Window(self._tokens[:size], counts, None if states is None else states[:size])
 
     def _make_batches(self, size: int) -> tuple[ForwardBatch, ForwardBatch]:

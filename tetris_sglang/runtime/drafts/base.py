@@ -18,8 +18,6 @@ class Draft(Protocol):
 
     target_hidden_mode: CaptureHiddenMode
     """The target's states that the draft reads."""
-    num_extension: int
-    """Tokens of a chain behind the last pass's, or the root's: no pass drafts them, they extend a match."""
 
     @property
     def depths(self) -> Sequence[int]:
@@ -49,7 +47,7 @@ class Draft(Protocol):
         Args:
             batch: the decode ScheduleBatch inside SGLang's forward isolation, which undoes what is set here; batch.spec_info
                 as `prefill` or `hand_over` returned it, batch.seq_lens [batch] = tokens with target KV.
-            depth: 0..num_steps; 0: from their texts alone, where chains have extensions.
+            depth: 1..num_steps.
         """
 
     def hand_over(self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: Tensor | None) -> EagleDraftInput:

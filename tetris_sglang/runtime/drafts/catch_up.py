@@ -21,11 +21,11 @@ _MIN_STEPS = 4
 class MissedTokens:
     """Tokens that no pass of the draft has seen, behind those of a request's window.
 
-    How many a step emits is known on the device. The host knows it some steps later, and until then how many they are at
-    most; of several ranks the first one's knowledge counts.
+    How many a running request misses is known on the device. The host knows it some steps later, and until then how many they
+    are at most; of several ranks the first one's knowledge counts.
 
     Args:
-        num_slots: rows of SGLang's request-to-token table. max_emitted: tokens per request and step.
+        num_slots: rows of SGLang's request-to-token table.
         hidden_size, dtype: of the states; None: the draft reads none.
         ranks: that catch up together.
     """
@@ -34,7 +34,6 @@ class MissedTokens:
         self,
         num_slots: int,
         *,
-        max_emitted: int,
         hidden_size: int | None,
         dtype: torch.dtype,
         device: str | torch.device,
@@ -42,13 +41,13 @@ class MissedTokens:
     ) -> None:
         state_bytes = 0 if hidden_size is None else hidden_size * dtype.itemsize
         affordable = min(MAX_TOKENS, MEMORY_BYTES // (num_slots * (4 + state_bytes)))
-        self._capacity = max(_MIN_STEPS * max_emitted, affordable)
+        self._capacity = max(_MIN_STEPS, affordable)
         shape = (num_slots, self._capacity)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._states = None if hidden_size is None else torch.zeros((*shape, hidden_size), dtype=dtype, device=device)
-        # The most of a running request after each step that the host has not read yet, and what the step can have added.
-        self._unread: deque[tuple[HostCopy, int]] = deque()
+        # The most of a running request after each step that the host has not read yet.
+        self._unread: deque[HostCopy] = deque()
         self._num_read = self._max_read = 0
         # What all ranks go by.
         self._ranks = ranks
@@ -66,23 +65,22 @@ class MissedTokens:
         self._agree()
         return self._max_agreed
 
-    def has_room(self, emitted: int) -> bool:
-        """For a step that emits so many tokens per request at most."""
-        if self._num_agreed + emitted > self._capacity:
+    def has_room(self) -> bool:
+        """For one more step."""
+        if self._num_agreed == self._capacity:
             self._agree()
-        return self._num_agreed + emitted <= self._capacity
+        return self._num_agreed < self._capacity
 
     def _read(self) -> None:
-        while self._unread and self._unread[0][0].is_ready:
-            reading, _ = self._unread.popleft()
-            self._num_read = int(reading.tensors[0])
+        while self._unread and self._unread[0].is_ready:
+            self._num_read = int(self._unread.popleft().tensors[0])
             self._max_read = max(self._max_read, self._num_read)
 
     def _agree(self) -> None:
         if not self._num_agreed:  # on every rank
             return
         self._read()
-        known = self._num_read + sum(added for _, added in self._unread), self._max_read
+        known = self._num_read + len(self._unread), self._max_read
         self._num_agreed, self._max_agreed = self._ranks.agree(known)
 
     def forget_rows(self, rows: Tensor) -> None:
@@ -94,25 +92,20 @@ class MissedTokens:
             self._unread.clear()
             self._num_read = self._num_agreed = int(self._counts.max())
 
-    def push(self, rows: Tensor, emitted: Window) -> None:
-        """One step.
+    def push(self, rows: Tensor, tokens: Tensor, states: Tensor | None = None) -> None:
+        """One step, which emitted one token per request.
 
         Args:
-            rows: [batch] request slots. emitted: at least one token per request, aligned to the left; counts None: one each.
+            rows: [batch] request slots. tokens: [batch] integers. states: [batch, hidden_size], the target's.
         """
-        width = emitted.tokens.shape[1]
-        counts = self._counts[rows]
-        # What is not real is overwritten by what comes next.
-        columns = counts[:, None]
-        if width > 1:
-            columns = columns + torch.arange(width, device=counts.device)
-        self._tokens[rows[:, None], columns] = emitted.tokens.to(torch.int32)
+        columns = self._counts[rows]
+        self._tokens[rows, columns] = tokens.to(torch.int32)
         if self._states is not None:
-            self._states[rows[:, None], columns] = emitted.hidden_states.to(self._states.dtype)
-        counts = counts + (1 if emitted.counts is None else emitted.counts)
+            self._states[rows, columns] = states.to(self._states.dtype)
+        counts = columns + 1
         self._counts[rows] = counts
-        self._unread.append((HostCopy(counts.max()), width))
-        self._num_agreed += width
+        self._unread.append(HostCopy(counts.max()))
+        self._num_agreed += 1
         self._read()
 
     def take(self, rows: Tensor) -> Window:

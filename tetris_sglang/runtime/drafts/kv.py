@@ -32,7 +32,6 @@ class DraftKV:
         table = passes.runner.req_to_token_pool.req_to_token
         self.missed = MissedTokens(
             table.shape[0],
-            max_emitted=1 + self._spec.num_extension,
             hidden_size=state_size,
             dtype=passes.runner.model_config.dtype,
             device=table.device,

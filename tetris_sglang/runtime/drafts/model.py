@@ -29,7 +29,7 @@ from sglang.srt.speculative.eagle_utils import (
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
-from tetris_sglang.drafting import Proposal, propose_matches
+from tetris_sglang.drafting import Proposal
 from tetris_sglang.observers import StepRecord
 from tetris_sglang.runtime.drafts.kv import DraftKV
 from tetris_sglang.runtime.drafts.passes import DraftPasses
@@ -73,7 +73,7 @@ class ModelDraft:
         ranks: Ranks,
     ) -> None:
         self.spec, self.runner = spec, worker.draft_runner
-        self.num_extension, self.target_hidden_mode = spec.num_extension, spec.target_hidden_mode
+        self.target_hidden_mode = spec.target_hidden_mode
         state_size = get_draft_input_from_target_hidden_dim(self.runner) if spec.reads_hidden_states else None
         self._target_runner, self._parallel_layout = target_runner, worker.parallel_layout
         self._estimate, self._texts = estimate, texts
@@ -160,15 +160,9 @@ class ModelDraft:
         """The accepted tokens whose KV the draft's passes have not left."""
         accepted, request_rows = record.accepted, record.batch.req_pool_indices
         width = self.spec.window_width
-        if self.spec.leaves_kv:
+        if self.spec.keeps_kv:
             known = torch.stack((accepted.last_tokens, accepted.bonus_tokens), dim=1)
-            if not self.spec.num_extension:
-                return self._make_input(request_rows, Window(known), accepted.bonus_tokens)
-            # Extensions that were accepted are missing, too.
-            tokens = align_right(accepted.target_tokens, accepted.num_accepted + 1)[:, -width:-2]
-            counts = (accepted.num_accepted + (2 - record.plan.depth)).clamp(min=2)
-            window = Window(torch.cat((tokens, known), dim=1), counts)
-            return self._make_input(request_rows, window, accepted.bonus_tokens)
+            return self._make_input(request_rows, Window(known), accepted.bonus_tokens)
         counts = accepted.num_accepted + 1
         tokens = align_right(accepted.target_tokens[:, :width], counts)
         states = None
@@ -184,22 +178,15 @@ class ModelDraft:
         self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: Tensor | None
     ) -> EagleDraftInput:
         """What a step in which the model did not run leaves undone."""
-        accepted, qo_indptr, max_accepted = record.accepted, record.packed.qo_indptr, record.max_drafts
-        if not self._kv.missed.has_room(1 + max_accepted):
+        accepted = record.accepted
+        if not self._kv.missed.has_room():
             # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
             self._target_runner.shared_read_done_event = None
             window = self._kv.catch_up(record.batch, self._read_window(record.batch, draft_input))
             draft_input = self._make_input(record.batch.req_pool_indices, window, accepted.bonus_tokens)
-        if max_accepted:
-            emitted = Window(accepted.target_tokens[:, : 1 + max_accepted], accepted.num_accepted + 1)
-            if hidden_states is not None:
-                rows = (qo_indptr[:-1, None] + torch.arange(1 + max_accepted, device=qo_indptr.device)).long()
-                emitted = emitted._replace(hidden_states=hidden_states[rows.clamp_(max=len(hidden_states) - 1)])
-        else:  # every row is a root
-            batch_size = len(accepted.bonus_tokens)
-            states = None if hidden_states is None else hidden_states[:batch_size, None]
-            emitted = Window(accepted.bonus_tokens[:, None], None, states)
-        self._kv.missed.push(record.batch.req_pool_indices, emitted)
+        # Every row is a root.
+        states = None if hidden_states is None else hidden_states[: len(accepted.bonus_tokens)]
+        self._kv.missed.push(record.batch.req_pool_indices, accepted.bonus_tokens, states)
         return replace_bonus(draft_input, accepted.bonus_tokens)
 
     def _make_input(self, rows: Tensor, window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
@@ -222,9 +209,6 @@ class ModelDraft:
         """See `Draft`."""
         if self._texts is not None:
             self._texts.flush()
-        if depth == 0:
-            match = self._texts.recent.find(batch.req_pool_indices, self.num_extension)
-            return propose_matches(match, self._estimate)
         with self._context():
             return self._run_passes(batch, depth)
 
@@ -234,7 +218,7 @@ class ModelDraft:
         noise = request_noise(batch.sampling_info)
         if self._graphs is not None and self._graphs.can_run(len(batch.reqs)):
             return self._graphs.replay(window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth)
-        if spec.has_full_windows:
+        if spec.keeps_kv:
             window = window._replace(counts=None)
         elif self.runner.device == "cpu":
             window = narrow_window(window)

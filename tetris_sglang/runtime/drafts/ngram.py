@@ -27,8 +27,6 @@ class NgramDraft:
     """
 
     target_hidden_mode = CaptureHiddenMode.NULL
-    num_extension = 0
-    """There are no passes here, so nothing behind them."""
 
     def __init__(self, num_steps: int, texts: RequestTexts, estimate: Calibrate) -> None:
         self.depths: Sequence[int] = range(1, num_steps + 1)

@@ -77,7 +77,7 @@ class DraftPasses:
 
     def find_match(self, rows: Tensor, depth: int) -> Match | None:
         """Of the requests in these slots [batch], as deep as `depth` passes draft; see `RecentTexts.find`."""
-        return None if self.texts is None else self.texts.recent.find(rows, depth + self.spec.num_extension)
+        return None if self.texts is None else self.texts.recent.find(rows, depth)
 
     def run(
         self,
@@ -105,7 +105,10 @@ class DraftPasses:
         # Drawn with after the token before.
         positions = places.branch_positions + (self.spec.shift - 1)
         tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
-        grower = (ChainGrower if branches == 1 else TreeGrower)(tokens, probs, self._estimate, match)
+        if self.spec.num_children == 1:
+            grower = ChainGrower(tokens, probs, self._estimate, match)
+        else:
+            grower = TreeGrower(tokens, probs, self._estimate, match, num_expanded=branches)
         states = output.hidden_states
         if states is not None:
             states = states[:, None].expand(-1, branches, -1)
@@ -142,14 +145,14 @@ class DraftPasses:
         move_kv(self.runner.token_to_kv_pool, branch_slots.flatten(1), source.flatten(1))
 
     def _most_likely(self, logits: Tensor, noise: RequestNoise | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The `topk` tokens of each row that the target most likely draws, in its vocabulary; see `most_likely`.
+        """The `num_children` tokens of each row that the target most likely draws, in its vocabulary; see `most_likely`.
 
         Args:
             noise, positions: [rows], of the target's draws.
         """
         if noise is not None:
             logits = self._perturb(logits, noise, positions, self.worker.hot_token_id)
-        tokens, probs = most_likely(logits, self.spec.topk)
+        tokens, probs = most_likely(logits, self.spec.num_children)
         return tokens if self.worker.hot_token_id is None else self.worker.hot_token_id[tokens], probs
 
     def forward(self, forward_batch: ForwardBatch, backend):

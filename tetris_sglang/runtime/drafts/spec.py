@@ -14,12 +14,14 @@ class DraftSpec:
     """A draft model's settings.
 
     num_steps, topk, num_draft_tokens: SGLang's flags; the last one counts the root.
+    leaves: runners-up that are offered beside each token of a chain.
     reads_hidden_states: a head, which reads the target's state with each token.
     """
 
     num_steps: int
     topk: int
     num_draft_tokens: int
+    leaves: int
     reads_hidden_states: bool
 
     @property
@@ -29,24 +31,20 @@ class DraftSpec:
         return int(self.reads_hidden_states)
 
     @property
-    def num_extension(self) -> int:
-        """See `Draft.num_extension`."""
-        return self.num_draft_tokens - 1 - self.num_steps if self.topk == 1 else 0
+    def num_children(self) -> int:
+        """Tokens that are offered after each expanded one: of `topk` expanded ones a level."""
+        return self.topk + self.leaves
 
     @property
-    def leaves_kv(self) -> bool:
-        """Whether drafting leaves the KV of accepted tokens in place, but for the deepest one's and for extensions':
-        heads miss the target's states, trees the places."""
+    def keeps_kv(self) -> bool:
+        """Whether drafting leaves the KV of accepted tokens in place, but for the last one's: heads
+        miss the target's states, trees the places. A leaf that is accepted is the last one."""
         return self.topk == 1 and not self.reads_hidden_states
 
     @property
-    def has_full_windows(self) -> bool:
-        """Whether every step's window is as wide as any."""
-        return self.leaves_kv and not self.num_extension
-
-    @property
     def window_width(self) -> int:
-        return 1 + (1 if self.leaves_kv else self.num_steps) + self.num_extension
+        """Columns of a step's window; where drafting keeps the KV, all of them are real."""
+        return 2 if self.keeps_kv else 1 + self.num_steps
 
     @property
     def hidden_mode(self) -> CaptureHiddenMode:
@@ -60,4 +58,4 @@ class DraftSpec:
 
     def count_nodes(self, depth: int) -> int:
         """Tokens that a request drafts with `depth` passes."""
-        return min(self.num_draft_tokens - 1, count_nodes(depth, self.topk) + self.num_extension)
+        return min(self.num_draft_tokens - 1, count_nodes(depth, self.topk, self.num_children))

@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tetris_sglang.capacity import (
     AutoCapacity,
@@ -21,7 +20,6 @@ from tetris_sglang.runtime.planning.clock import StepClock
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.reports.metrics import StepMetrics
 from tetris_sglang.runtime.requests.weights import Wishes
-from tetris_sglang.texts import min_passes
 
 _MAX_STEPS_IN_FLIGHT = 8
 """Overlap scheduling has two; should SGLang drop a result, older steps are forgotten."""
@@ -32,7 +30,6 @@ class _DraftedStep:
     """A speculative step whose curves or whose result the host does not have yet."""
 
     curves: HostCopy
-    depth: int
     batch_size: int
     capacity_tokens: int
     expected: float | None = None
@@ -90,29 +87,25 @@ class StepPlanner:
         self,
         proposal: Proposal,
         plan: StepPlan,
-        weights: Tensor | None = None,
         wishes: Wishes | None = None,
     ) -> None:
         """Look at what a step drafted; later steps are planned from it.
 
         Args:
-            weights: [batch] float32, of `RequestWeights.compose`; None: every token counts as much as any.
-            wishes: that are in the weights: their mean counts as much as one token.
+            wishes: of the step's requests: their mean weight counts as much as one token.
         """
         if self._auto is None:
             return
         survival = proposal.survival
         if proposal.shape is None:
             depths = torch.arange(1, survival.shape[1] + 1, device=survival.device)
-            if num_extension := self._limits.num_extension:
-                depths = min_passes(proposal.evidence, num_extension)
         else:
             depths = proposal.shape.depths[:, 1:]
-        if weights is not None:
+        if wishes is not None:
             # A row more is worth what it counts. `AcceptCurves.confirm` holds the sum against what is accepted.
-            survival = survival * (weights if wishes is None else weights / wishes.mean_weight)[:, None]
+            survival = survival * (wishes.weights / wishes.mean_weight)[:, None]
         curves = HostCopy(measure_curves(survival, depths, plan.depth, self._shares))
-        step = _DraftedStep(curves, plan.depth, len(proposal.tokens), plan.capacity_tokens)
+        step = _DraftedStep(curves, len(proposal.tokens), plan.capacity_tokens)
         self._unread.append(step)
         self._unconfirmed.append(step)
 
@@ -123,7 +116,7 @@ class StepPlanner:
         step = self._unconfirmed.popleft()
         self._read_curves()
         if step is not None:
-            self._auto.confirm(step.depth, step.batch_size, step.expected, accepted)
+            self._auto.confirm(step.batch_size, step.expected, accepted)
 
     def after_prefill(self) -> None:
         self._clock.interrupt()

@@ -20,13 +20,12 @@ from tetris_sglang.observers import StepRecord
 from tetris_sglang.runtime.host_copy import HostCopy
 from tetris_sglang.runtime.requests.values import RequestValues
 from tetris_sglang.selection import survival_from_probs
-from tetris_sglang.texts import min_passes
 from tetris_sglang.trace import open_for_writing, row_type
 
 logger = logging.getLogger(__name__)
 
 # The settings that say how to read a trace.
-_DESCRIBED = ("num_steps", "capacity_per_request", "capacity_tokens", "selection", "calibration")
+_DESCRIBED = ("num_steps", "capacity_per_request", "capacity_tokens", "selection", "calibration", "leaves")
 
 
 class _Rows(NamedTuple):
@@ -37,7 +36,6 @@ class _Rows(NamedTuple):
     raw: Tensor
     survival: Tensor
     node_depths: Tensor
-    passes: Tensor
     accepted: Tensor
 
 
@@ -47,7 +45,7 @@ class StepRecorder:
     Args:
         config: says where to, and how the server speculates.
         draft: its kind. topk: its branches.
-        num_nodes: most that a request drafts. num_extension: of these, behind the last pass.
+        num_nodes: most that a request drafts.
         num_slots: of running requests.
         device: "cuda" or "cpu".
     Raises:
@@ -61,7 +59,6 @@ class StepRecorder:
         draft: str,
         topk: int,
         num_nodes: int,
-        num_extension: int,
         num_slots: int,
         device: str,
     ) -> None:
@@ -70,13 +67,12 @@ class StepRecorder:
             num_nodes,
             draft=draft,
             topk=topk,
-            num_extension=num_extension,
             **{name: getattr(config, name) for name in _DESCRIBED},
             sglang=version("sglang"),
             tetris_sglang=__version__,
         )
         self._file.flush()
-        self._row_type, self._num_extension = row_type(num_nodes), num_extension
+        self._row_type = row_type(num_nodes)
         self._num_steps = 0
         numbers = itertools.count()
         self._numbers = RequestValues(lambda req: next(numbers), num_slots, device)
@@ -97,16 +93,12 @@ class StepRecorder:
         else:
             raw = tree_survival(proposal.probs, proposal.shape.parents, record.grid.max_depth)
         judged = judge_nodes(record)
-        passes = judged.depths
-        if self._num_extension:
-            passes = min_passes(proposal.evidence, self._num_extension)
         rows = _Rows(
             self._numbers.at(record.batch.req_pool_indices),
             record.packed.verify_lens - 1,
             raw.half(),
             proposal.survival.half(),
             judged.depths.to(torch.uint8),
-            passes.to(torch.uint8),
             judged.accepted,
         )
         self._pending.append((step, record.plan.depth, HostCopy(*rows)))

@@ -21,7 +21,6 @@ class Arm:
     k: drafts verified per request and step, on average. extra: drafts beyond k that selection chooses from.
     capacity_tokens: instead of k, drafts verified per step over the whole batch, of num_steps drafted per request.
     draft: what drafts, one of DRAFTS. topk: branches of a draft tree, which is num_steps deep; 1: chains.
-    extension: of auto: tokens with which chains go on from the text, behind the num_steps that the model drafts.
     variant: of auto: one TETRIS setting that differs from its default, NAME=VALUE without --speculative-tetris-.
     """
 
@@ -32,7 +31,6 @@ class Arm:
     num_steps: int = 0
     draft: str = DRAFTS[0]
     topk: int = 1
-    extension: int = 0
     variant: str = ""
 
     @property
@@ -47,7 +45,7 @@ class Arm:
         if self.family == "adaptive":
             return name
         if self.family == "auto":
-            name += f" D={self.num_steps}" + (f"+{self.extension}" if self.extension else "")
+            name += f" D={self.num_steps}"
             return f"{name} {self.variant}".strip()
         if self.family == "full":
             return f"{name} D={self.k}"
@@ -87,9 +85,6 @@ class Arm:
         if self.topk > 1:
             drafting += ["--speculative-eagle-topk", str(self.topk)]
         if self.family == "auto":
-            if self.topk == 1 and draft:
-                num_draft_tokens = self.num_steps + self.extension + 1
-                drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
             if self.variant:
                 setting, _, value = self.variant.partition("=")
                 drafting += [f"--speculative-tetris-{setting}", value]

@@ -87,16 +87,9 @@ def bench(
             help="Branches of draft trees, --num-steps deep, of k + extra nodes; 1: chains. N-grams have chains alone."
         ),
     ] = "1",
-    extension: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens by which auto's chains go on from the text, behind the model's; 0: not at all.",
-            show_default="as --num-steps, which is the server's",
-        ),
-    ] = None,
     variants: Annotated[
         str | None,
-        typer.Option(help="More auto arms, each with one other --speculative-tetris setting, e.g. fairness=0,shared-texts=on."),
+        typer.Option(help="More auto arms, each with one other --speculative-tetris setting, e.g. leaves=1,shared-texts=on."),
     ] = None,
     workload: Annotated[
         str, typer.Option(help=f"Prompts, of at most {MAX_CHARS} characters: {', '.join(WORKLOADS)}.")

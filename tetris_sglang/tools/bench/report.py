@@ -249,10 +249,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
         return compared
 
     others = [family for family in ("sglang", "adaptive") if of_family(family)]
-    every_auto = of_family("auto")
-    # The default's chains go on from the text; where both were measured, those that do not are an ablation.
-    going_on = {place_of(c) for c in every_auto if arms[c.arm].extension}
-    auto = [c for c in every_auto if place_of(c) not in going_on or arms[c.arm].extension]
+    auto = of_family("auto")
     loaded = [c for c in auto if (c.load.concurrency or 0) >= 16 and arms[c.arm].draft != "useless"]
     verdicts = [
         _verdict("automatic capacity at least 0.98 of no speculation", compare_auto(0.98, (), auto)),
@@ -300,7 +297,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
                     c.identical[0] / c.identical[1],
                     f"{c.identical[0]} of {c.identical[1]}",
                 )
-                for c in (*fixed, *every_auto)
+                for c in (*fixed, *auto)
                 if c.identical
             ],
         ),

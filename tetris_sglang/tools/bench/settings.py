@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from tetris_sglang.config import SETTINGS, default_extension
+from tetris_sglang.config import SETTINGS
 from tetris_sglang.tools.bench.arms import CONTROL, DRAFTS, FAMILIES, HEADS, REFERENCE, Arm
 from tetris_sglang.tools.bench.workloads import LENGTHS, WORKLOADS, Load
 
@@ -51,8 +51,6 @@ class Settings:
     capacity_tokens: tuple[int, ...]
     num_steps: int
     topk: tuple[int, ...]
-    extension: tuple[int, ...]
-    """Tokens with which auto's chains go on from the text; of models' chains."""
     variants: tuple[str, ...]
     """Of auto, beside the default: NAME=VALUE each, a setting of TETRIS."""
     workload: str
@@ -102,12 +100,10 @@ class Settings:
                 continue  # There are no trees of n-grams.
             depth = self.num_steps if topk > 1 else 0
             if "auto" in self.families:
-                # Chains of n-grams are as long by default as those of models that go on from the text.
+                # Chains of n-grams are as long by default: they need no passes.
                 num_steps = 2 * self.num_steps if draft == "ngram" else self.num_steps
-                goes_on = self.extension if topk == 1 and draft != "ngram" else (0,)
-                for extension, variant in product(goes_on, ("", *self.variants)):
-                    drafting = {"num_steps": num_steps, "draft": draft, "topk": topk}
-                    arms.append(Arm("auto", **drafting, extension=extension, variant=variant))
+                for variant in ("", *self.variants):
+                    arms.append(Arm("auto", num_steps=num_steps, draft=draft, topk=topk, variant=variant))
             for k in self.k:
                 arms += self._build_with_k(k, depth, draft, topk)
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):
@@ -161,7 +157,6 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         capacity_tokens=_split(chosen["capacity_tokens"], "--capacity-tokens", int, optional=True),
         num_steps=chosen["num_steps"],
         topk=_split(chosen["topk"], "--topk", int),
-        extension=_split(chosen.get("extension", str(default_extension(chosen["num_steps"]))), "--extension", int, least=0),
         variants=_read_variants(chosen.get("variants")),
         workload=_check_names([chosen["workload"]], "--workload", WORKLOADS)[0],
         dataset=chosen["dataset"],

@@ -165,7 +165,7 @@ def simulate(
     loads = _read_loads(arrivals, users, rates)
     source = "passes timed by a server" if pass_times else report.MODELLED.format(device=device)
     plans = {name: scenario.plans(name) for name in names}
-    deepest = table.reach.shape[1] - 1
+    deepest = table.codes.shape[1]
     shares = _numbers(capacities, "--capacities") if capacities else []
     swept = {share: scenario.plans(f"tetris{share:g}+{deepest - math.ceil(share)}") for share in shares}
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from tetris_sglang.selection.pace import LARGEST_PACE_WEIGHT, MEAN_DECAY, MEMORY_STEPS, PRIOR_STEPS
 from tetris_sglang.tools.simulate.costs import StepCosts
 from tetris_sglang.tools.simulate.traces import CODES
 from tetris_sglang.tools.simulate.workload import Requests, RowTable
@@ -22,8 +21,6 @@ from tetris_sglang.tools.simulate.workload import Requests, RowTable
 ROUTERS = ("round_robin", "shortest_queue", "power_of_two")
 _ROUND_ROBIN, _SHORTEST_QUEUE, _POWER_OF_TWO = range(3)
 _IDLE, _PREFILL, _DECODE = range(3)
-FAIR_CODES = int(LARGEST_PACE_WEIGHT) * (CODES - 1) + 1
-"""Survivals as whole numbers, times the requests' pace weights."""
 
 
 class StepPlans(NamedTuple):
@@ -37,10 +34,6 @@ class StepPlans(NamedTuple):
     """Every request verifies capacity / batch of its own drafts, instead of the batch's best."""
     has_draft: bool
     """A draft is served, and prefills every prompt."""
-    goes_on: bool = False
-    """Chains go on from recent texts behind the draft's passes, or without any."""
-    fairness: float = 0.0
-    """As in `selection.RequestPace`."""
 
 
 class Setup(NamedTuple):
@@ -95,31 +88,29 @@ class Times(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def choose_prefixes(codes, at, batch, levels, capacity, lens, histogram, tied):
+def choose_prefixes(codes, at, batch, depth, capacity, lens, histogram, tied):
     """TETRIS's choice by counting sort: `selection.select_prefixes` on whole-number survivals, ties included.
 
     Args:
-        codes: [P, N] uint16, non-increasing. at: [batch] rows. lens: [batch], written.
-        levels: [batch], of each request's row.
-        histogram: [more than the largest code] int64, tied: [batch] int64, scratch.
+        codes: [P, D] uint16 below CODES, non-increasing. at: [batch] rows. depth: levels drafted. lens: [batch], written.
+        histogram: [CODES] int64, tied: [batch] int64, scratch.
     Returns:
         The number of drafts selected.
     """
     histogram[:] = 0
     for i in range(batch):
         row = at[i]
-        for level in range(levels[i]):
+        for level in range(depth):
             histogram[codes[row, level]] += 1
-    threshold, left = len(histogram) - 1, capacity
+    threshold, left = CODES - 1, capacity
     while threshold > 0 and histogram[threshold] <= left:
         left -= histogram[threshold]
         threshold -= 1
     # All above the threshold are in; they are prefixes. Without branches: which it will be, nobody can predict.
-    num_tied = selected = deepest = 0
+    num_tied = selected = 0
     for i in range(batch):
         row, above, reached = at[i], 0, 0
-        deepest = max(deepest, levels[i])
-        for level in range(levels[i]):
+        for level in range(depth):
             above += codes[row, level] > threshold
             reached += codes[row, level] >= threshold
         lens[i] = above
@@ -128,10 +119,10 @@ def choose_prefixes(codes, at, batch, levels, capacity, lens, histogram, tied):
             tied[num_tied] = i
             num_tied += 1
     # Of those at the threshold as many as are left, level by level and request by request.
-    for level in range(deepest):
+    for level in range(depth):
         for number in range(num_tied):
             i = tied[number]
-            if left > 0 and lens[i] == level < levels[i] and codes[at[i], level] == threshold:
+            if left > 0 and lens[i] == level and codes[at[i], level] == threshold:
                 lens[i] += 1
                 selected += 1
                 left -= 1
@@ -139,18 +130,11 @@ def choose_prefixes(codes, at, batch, levels, capacity, lens, histogram, tied):
 
 
 @njit(cache=True, nogil=True)
-def pace_weight(fairness, emitted, steps, mean):
-    """As `selection.RequestPace.weights`, of one request."""
-    pace = (emitted + PRIOR_STEPS * mean) / (steps + PRIOR_STEPS)
-    return min(max((mean / pace) ** fairness, 1 / LARGEST_PACE_WEIGHT), LARGEST_PACE_WEIGHT)
-
-
-@njit(cache=True, nogil=True)
 def _simulate(requests, table, costs, plans, setup, times):
     num_requests, num_replicas = len(requests.output_lens), setup.num_replicas
     max_running = setup.max_running
     arrival_s, class_starts = requests.arrival_s, table.class_starts
-    codes, accepted_of, reach = table.codes, table.accepted, table.reach
+    codes, accepted_of = table.codes, table.accepted
 
     # Running requests of each replica, in the order in which they joined.
     running = np.zeros((num_replicas, max_running), np.int32)
@@ -173,16 +157,9 @@ def _simulate(requests, table, costs, plans, setup, times):
     emits = np.zeros((num_replicas, max_running), np.int32)
     step_counts = np.zeros((num_replicas, 4), np.int64)
 
-    lens, levels = np.zeros(max_running, np.int32), np.zeros(max_running, np.int32)
+    lens = np.zeros(max_running, np.int32)
     tied = np.zeros(max_running, np.int64)
-    is_fair = plans.fairness > 0
-    histogram = np.zeros(FAIR_CODES if is_fair else CODES, np.int64)
-    # Tokens and steps of running requests, and of all of a replica's lately; what selection sees of them.
-    own_tokens = np.zeros((num_replicas, max_running if is_fair else 1))
-    own_steps = np.zeros((num_replicas, max_running if is_fair else 1))
-    all_tokens, all_own_steps = np.ones(num_replicas), np.ones(num_replicas)
-    weighted = np.zeros((max_running if is_fair else 1, codes.shape[1]), np.uint16)
-    in_order = np.arange(max_running, dtype=np.int32)
+    histogram = np.zeros(CODES, np.int64)
     arrived = finished = 0
     due = 0  # requests of a closed loop that may be sent
     if setup.users:
@@ -223,23 +200,12 @@ def _simulate(requests, table, costs, plans, setup, times):
                     running[r, slot], remaining[r, slot] = request, left
                     at[r, slot] = requests.first_rows[request]
                     kinds[r, slot] = requests.class_ids[request]
-                    if is_fair:
-                        own_tokens[r, slot] = own_steps[r, slot] = 0.0
                     context[r] += requests.prompt_lens[request] + 1
                     num_running[r] += 1
                 if head[r] < 0:
                     tail[r] = -1
             else:
                 kept = 0
-                # A plain step is as fast for everybody.
-                if is_fair and step_counts[r, 1] > 0:
-                    all_tokens[r] *= MEAN_DECAY
-                    all_own_steps[r] *= MEAN_DECAY
-                    for i in range(num_running[r]):
-                        all_tokens[r] += emits[r, i]
-                        all_own_steps[r] += 1.0
-                        own_tokens[r, i] = own_tokens[r, i] * (1 - 1 / MEMORY_STEPS) + emits[r, i]
-                        own_steps[r, i] = own_steps[r, i] * (1 - 1 / MEMORY_STEPS) + 1.0
                 for i in range(num_running[r]):
                     request, emitted = running[r, i], emits[r, i]
                     num_tokens += emitted
@@ -258,8 +224,6 @@ def _simulate(requests, table, costs, plans, setup, times):
                         row -= class_starts[kind + 1] - class_starts[kind]
                     running[r, kept], at[r, kept], remaining[r, kept] = request, row, left
                     kinds[r, kept] = kind
-                    if is_fair:
-                        own_tokens[r, kept], own_steps[r, kept] = own_tokens[r, i], own_steps[r, i]
                     context[r] += emitted
                     kept += 1
                 num_running[r] = kept
@@ -359,20 +323,7 @@ def _simulate(requests, table, costs, plans, setup, times):
                         selected = capacity
                         lens[:batch] = capacity // batch
                     else:
-                        levels[:batch] = depth
-                        if plans.goes_on:
-                            for i in range(batch):
-                                levels[i] = reach[at[r, i], depth]
-                        if is_fair:
-                            mean = all_tokens[r] / all_own_steps[r]
-                            for i in range(batch):
-                                weight = pace_weight(plans.fairness, own_tokens[r, i], own_steps[r, i], mean)
-                                for level in range(levels[i]):
-                                    code = codes[at[r, i], level]
-                                    weighted[i, level] = max(np.rint(code * weight), 1.0) if code > 0 else 0.0
-                            selected = choose_prefixes(weighted, in_order, batch, levels, capacity, lens, histogram, tied)
-                        else:
-                            selected = choose_prefixes(codes, at[r], batch, levels, capacity, lens, histogram, tied)
+                        selected = choose_prefixes(codes, at[r], batch, depth, capacity, lens, histogram, tied)
                     for i in range(batch):
                         correct = min(np.int32(accepted_of[at[r, i]]), lens[i])
                         accepted += correct
@@ -434,7 +385,7 @@ def check(requests: Requests, table: RowTable, plans: StepPlans, setup: Setup) -
         raise ValueError(f"replicas, running requests and chunk must be at least 1, users 0: got {setup}")
     if len(plans.depth) <= setup.max_running:
         raise ValueError(f"plans for {len(plans.depth) - 1} requests, up to {setup.max_running} may run")
-    if plans.depth.max() >= table.reach.shape[1]:
-        raise ValueError(f"depth {plans.depth.max()}: the trace recorded {table.reach.shape[1] - 1} passes")
+    if plans.depth.max() > table.codes.shape[1]:
+        raise ValueError(f"depth {plans.depth.max()}: the trace recorded {table.codes.shape[1]} passes")
     if not 0 <= setup.warm_up < len(requests.output_lens):
         raise ValueError(f"{setup.warm_up} requests to warm up, of {len(requests.output_lens)}")

@@ -8,22 +8,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from tetris_sglang.selection import select_prefixes
-from tetris_sglang.selection.pace import MEAN_DECAY, MEMORY_STEPS
 from tetris_sglang.tools.simulate.costs import StepCosts
-from tetris_sglang.tools.simulate.engine import (
-    FAIR_CODES,
-    Counts,
-    Setup,
-    StepPlans,
-    Times,
-    check,
-    make_times,
-    pace_weight,
-)
+from tetris_sglang.tools.simulate.engine import Counts, Setup, StepPlans, Times, check, make_times
 from tetris_sglang.tools.simulate.traces import CODES
 from tetris_sglang.tools.simulate.workload import Requests, RowTable
 
@@ -34,8 +23,6 @@ class _Running:
     row: int
     remaining: int
     context: int
-    emitted: float = 0.0
-    steps: float = 0.0
 
 
 @dataclass
@@ -44,8 +31,6 @@ class _Replica:
     running: list[_Running] = field(default_factory=list)
     prefilled: int = 0
     kv_used: int = 0
-    emitted: float = 1.0
-    steps: float = 1.0
     ends_at: float | None = None
     step: tuple = ()
     """(seconds, requests that join, None) or (seconds, tokens emitted by each, selected, accepted, whether it drafted)."""
@@ -147,16 +132,8 @@ def _plan_decode(replica, table, costs, plans) -> tuple:
     if capacity and plans.is_uniform:
         lens = [capacity // batch] * batch
     elif capacity:
-        codes = table.codes[rows].astype("float32")
-        for row, own in zip(rows, codes, strict=True):
-            own[int(table.reach[row, depth]) if plans.goes_on else depth :] = 0
-        if plans.fairness:
-            mean = replica.emitted / replica.steps
-            for one, own in zip(replica.running, codes, strict=True):
-                weight = pace_weight.py_func(plans.fairness, one.emitted, one.steps, mean)
-                own[own > 0] = np.maximum(np.rint(own[own > 0].astype("float64") * weight), 1)
-        most = (FAIR_CODES if plans.fairness else CODES) - 1
-        lens = select_prefixes(torch.from_numpy(codes / most), capacity).tolist()
+        survival = torch.from_numpy(table.codes[rows, :depth].astype("float32") / (CODES - 1))
+        lens = select_prefixes(survival, capacity).tolist()
     correct = [min(int(table.accepted[row]), chosen) for row, chosen in zip(rows, lens, strict=True)]
     emits = [min(n + 1, one.remaining) for n, one in zip(correct, replica.running, strict=True)]
     seconds = costs.target_s[batch + sum(lens)] + costs.host_s[batch]
@@ -178,16 +155,7 @@ def _end_step(replica, requests, table, times, now) -> int:
             replica.running.append(_Running(request, row, left, context))
             finished += [request] if left == 0 else []
     else:
-        has_drafts = replica.step[4]
-        if has_drafts:
-            replica.emitted *= MEAN_DECAY
-            replica.steps *= MEAN_DECAY
         for one, emitted in zip(replica.running, replica.step[1], strict=True):
-            if has_drafts:
-                replica.emitted += emitted
-                replica.steps += 1.0
-                one.emitted = one.emitted * (1 - 1 / MEMORY_STEPS) + emitted
-                one.steps = one.steps * (1 - 1 / MEMORY_STEPS) + 1.0
             kind = requests.class_ids[one.request]
             start, end = table.class_starts[kind : kind + 2]
             one.row = int(start + (one.row + emitted - start) % (end - start))

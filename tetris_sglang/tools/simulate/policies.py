@@ -2,13 +2,10 @@
 
 `none`, `sdK` (standard speculation: K drafts, all verified), `uniformK+E` (K + E drafted, the first K verified),
 `tetrisK+E` (K + E drafted, K per request on average chosen batch-wide), `tetrisD@C` (D drafted, C chosen of the whole batch),
-`auto` (depth and capacity by batch size). `~A` behind one of the batch-wide ones: with fairness A instead of the server's
-default (`tetris3+1~1`, `auto~0`).
+`auto` (depth and capacity by batch size).
 
-`auto` lets chains go on from recent texts, where the trace has such; the others do not.
-
-It is the policy that AutoCapacity converges to: it maximises the same objective, with the mean acceptances of the traces and
-the true step times in place of learnt ones. Learning, probes, hysteresis and the uncertainty of step times are not in it.
+`auto` is the policy that AutoCapacity converges to: it maximises the same objective, with the mean acceptances of the traces
+and the true step times in place of learnt ones. Learning, probes, hysteresis and the uncertainty of step times are not in it.
 """
 
 from __future__ import annotations
@@ -20,13 +17,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tetris_sglang.capacity import DraftLimits, FixedCapacity, StepPlan, capacity_shares
-from tetris_sglang.config import AUTO_FAIRNESS
 from tetris_sglang.tools.simulate.costs import StepCosts
 from tetris_sglang.tools.simulate.engine import StepPlans
 from tetris_sglang.tools.simulate.traces import encode
 from tetris_sglang.tools.simulate.workload import RequestClass
 
-GRAMMAR = "none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto; the last three also with fairness, as auto~1"
+GRAMMAR = "none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto"
 _CURVE_REQUESTS = 16384
 """Requests' steps behind each curve of acceptance."""
 
@@ -40,14 +36,10 @@ def make_plans(policy: str, costs: StepCosts, classes: Sequence[RequestClass], *
         ValueError: no such policy, or drafts deeper than the traces.
     """
     depth = min(one.rows.depth for one in classes)
-    if match := re.fullmatch(r"(auto|tetris.+)~(\d+(?:\.\d+)?)", policy):
-        plans = make_plans(match[1], costs, classes, max_running=max_running, seed=seed)
-        return plans._replace(fairness=float(match[2]))
     if policy == "none":
         return _tabulate(lambda batch: StepPlan(0, 0), max_running, is_uniform=False, has_draft=False)
     if policy == "auto":
-        plans = choose_plans(costs, classes, max_running=max_running, seed=seed)
-        return plans._replace(fairness=AUTO_FAIRNESS)
+        return choose_plans(costs, classes, max_running=max_running, seed=seed)
     if match := re.fullmatch(r"sd(\d+)", policy):
         k, extra, is_uniform = int(match[1]), 0, True
     elif match := re.fullmatch(r"uniform(\d+)\+(\d+)", policy):
@@ -77,18 +69,15 @@ def _tabulate(plan, max_running: int, *, is_uniform: bool, has_draft: bool = Tru
 def choose_plans(costs: StepCosts, classes: Sequence[RequestClass], *, max_running: int, seed: int = 0) -> StepPlans:
     """For each batch size the depth and capacity with most expected tokens per second; plain decoding where none pays."""
     depth = min(one.rows.depth for one in classes)
-    goes_on = any(one.rows.goes_on for one in classes)
-    most = np.array([max(int(one.rows.reach[:, d].max()) for one in classes) for d in range(depth + 1)])
-    shares = np.array(capacity_shares(int(most[-1])))
+    shares = np.array(capacity_shares(depth))
     sizes = [2**i for i in range(max_running.bit_length())]
     curves = measure_accepted(classes, sizes, shares, seed=seed)
     # A request is among those running as long as it writes.
     presence = np.array([one.share * one.output_len.mean for one in classes])
     lengths = np.array([one.prompt_len.mean + one.output_len.mean / 2 for one in classes])
     context_tokens = float(presence @ lengths / presence.sum())
-    least = 0 if goes_on else 1
-    passes = np.repeat(np.arange(least, depth + 1), len(shares) - 1)
-    per_request = np.tile(shares[1:], depth + 1 - least)
+    levels = np.repeat(np.arange(1, depth + 1), len(shares) - 1)
+    per_request = np.tile(shares[1:], depth)
     depths, capacities = np.zeros((2, max_running + 1), np.int64)
     for batch in range(1, max_running + 1):
         position = math.log2(batch)
@@ -96,20 +85,20 @@ def choose_plans(costs: StepCosts, classes: Sequence[RequestClass], *, max_runni
         high = min(low + 1, len(sizes) - 1)
         curve = (1 + low - position) * curves[low] + (position - low) * curves[high] if high > low else curves[low]
         tokens = np.rint(per_request * batch).astype(np.int64)
-        is_plan = (tokens > 0) & (tokens <= most[passes] * batch)
-        d, c = passes[is_plan], tokens[is_plan]
+        is_plan = (tokens > 0) & (tokens <= levels * batch)
+        d, c = levels[is_plan], tokens[is_plan]
         at = np.minimum(c / batch, shares[-1])
         right = np.clip(np.searchsorted(shares, at, side="right"), 1, len(shares) - 1)
         part = (at - shares[right - 1]) / (shares[right] - shares[right - 1])
-        accepted = (1 - part) * curve[d, right - 1] + part * curve[d, right]
+        accepted = (1 - part) * curve[d - 1, right - 1] + part * curve[d - 1, right]
         fixed_s = costs.host_s[batch] + costs.context_s * context_tokens * batch
         seconds = fixed_s + costs.target_s[batch + c]
-        seconds += np.where(d > 0, costs.window_s[batch] + (d - 1) * costs.branch_s[batch], 0.0)
+        seconds += costs.window_s[batch] + (d - 1) * costs.branch_s[batch]
         value = (1 + accepted) / seconds
         best = int(value.argmax())
         if value[best] > 1 / (fixed_s + costs.target_s[batch]):
             depths[batch], capacities[batch] = d[best], c[best]
-    return StepPlans(depths, capacities, False, True, goes_on)
+    return StepPlans(depths, capacities, False, True)
 
 
 def measure_accepted(classes: Sequence[RequestClass], sizes: Sequence[int], shares: np.ndarray, *, seed: int) -> np.ndarray:
@@ -120,28 +109,19 @@ def measure_accepted(classes: Sequence[RequestClass], sizes: Sequence[int], shar
     Args:
         sizes: of batches. shares: [s], capacities per request.
     Returns:
-        [sizes, depth + 1, s] float64 by passes of the draft, from 0; batches drawn from the positions that such steps visit.
+        [sizes, depth, s] float64, drafted to 1..depth; batches drawn from the positions that such steps visit.
     """
     depth = min(one.rows.depth for one in classes)
     heaviest = max(one.weight for one in classes)
     presence = np.array([one.share * one.output_len.mean for one in classes])
     random = np.random.default_rng([seed, 2])
-    curves = np.zeros((len(sizes), depth + 1, len(shares)))
-    for passes in range(depth + 1):
-        num_levels = max(int(one.rows.reach[:, passes].max()) for one in classes)
-        if num_levels == 0:
-            continue
-        levels = np.arange(num_levels)
+    curves = np.empty((len(sizes), depth, len(shares)))
+    for num_levels in range(1, depth + 1):
         codes, accepted, chance = [], [], []
         for one, present in zip(classes, presence, strict=True):
-            visited = one.rows.visit(passes)
-            reach = one.rows.reach[visited, passes]
-            # Levels that this class never has are as good as those that a row does not reach.
-            own = np.zeros((len(visited), num_levels), np.uint16)
-            width = min(num_levels, one.rows.survival.shape[1])
-            own[:, :width] = encode(one.rows.survival[visited, :width], one.weight / heaviest)
-            codes.append(np.where(levels < reach[:, None], own, 0))
-            accepted.append(np.minimum(one.rows.accepted[visited], reach))
+            visited = one.rows.visit(num_levels)
+            codes.append(encode(one.rows.survival[visited, :num_levels], one.weight / heaviest))
+            accepted.append(one.rows.accepted[visited])
             chance.append(np.full(len(visited), present / len(visited)))
         codes, accepted, chance = (np.concatenate(parts) for parts in (codes, accepted, chance))
         for number, batch in enumerate(sizes):
@@ -150,9 +130,9 @@ def measure_accepted(classes: Sequence[RequestClass], sizes: Sequence[int], shar
             # Depth-major and stable, as selection ranks.
             ranked = codes[drawn].transpose(0, 2, 1).reshape(rounds, -1)
             order = np.argsort(-ranked.astype(np.int32), axis=1, kind="stable")
-            is_accepted = accepted[drawn][:, None, :] > levels[:, None]
+            is_accepted = accepted[drawn][:, None, :] > np.arange(num_levels)[:, None]
             best = np.take_along_axis(is_accepted.reshape(rounds, -1), order, axis=1)
             total = np.concatenate(([0.0], best.mean(axis=0).cumsum()))
             at = np.minimum(shares * batch, num_levels * batch)
-            curves[number, passes] = np.interp(at, np.arange(len(total)), total) / batch
+            curves[number, num_levels - 1] = np.interp(at, np.arange(len(total)), total) / batch
     return curves

@@ -25,30 +25,23 @@ EVERY_POSITION = "every_position"
 
 
 class DraftRows(NamedTuple):
-    """Rows for P positions and N levels; those of one recorded request follow one another."""
+    """Rows for P positions and D levels; those of one recorded request follow one another."""
 
     survival: np.ndarray
-    """[P, N] float32, non-increasing."""
+    """[P, D] float32, non-increasing."""
     accepted: np.ndarray
-    """[P] int64 in [0, N]: drafts that the target accepts if all are verified."""
+    """[P] int64 in [0, D]: drafts that the target accepts if all are verified."""
     starts: np.ndarray
     """[requests + 1] int64: where each recorded request's rows begin, and P."""
-    reach: np.ndarray
-    """[P, D + 1] int64: levels that d = 0..D passes of the draft have, with what continues from the text."""
 
     @property
     def depth(self) -> int:
         """D, most passes of the draft."""
-        return self.reach.shape[1] - 1
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether some chain goes on from its text."""
-        return bool((self.reach > np.arange(self.depth + 1)).any())
+        return self.survival.shape[1]
 
     def visit(self, depth: int) -> np.ndarray:
         """[n] positions where steps begin that draft with `depth` passes and verify all: easy stretches are passed quickly."""
-        visited, emitted = [], np.minimum(self.accepted, self.reach[:, depth]) + 1
+        visited, emitted = [], np.minimum(self.accepted, depth) + 1
         for start, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
             position = start
             while position < end:
@@ -81,30 +74,24 @@ def make_rows(trace: Trace, *, name: str = "the trace", seed: int = 0) -> DraftR
     if not drafted.any():
         raise ValueError(f"{name} holds no drafts")
     order = np.argsort(trace.requests, kind="stable")
-    num_levels, depth = int(drafted.max()), int(trace.depths.max())
-    accepted = trace.accepted[order, :num_levels].astype(np.int64).cumprod(axis=1).sum(axis=1)
+    depth = int(drafted.max())
+    accepted = trace.accepted[order, :depth].astype(np.int64).cumprod(axis=1).sum(axis=1)
     drafted, selected = drafted[order], np.minimum(trace.selected, drafted)[order]
     # A rejection ends what is to know; if all that was verified is accepted, the rest is open.
-    known = np.where(accepted < selected, num_levels, selected)
-    levels = np.arange(1, num_levels + 1)
-    survival, passes = trace.survival[order, :num_levels], trace.passes[order, :num_levels]
-    was_drafted = levels <= drafted[:, None]
-    survival[~was_drafted] = np.nan
-    passes = np.where(was_drafted, passes, levels)
+    known = np.where(accepted < selected, depth, selected)
+    survival = trace.survival[order, :depth]
+    survival[np.arange(depth) >= drafted[:, None]] = np.nan
     requests = trace.requests[order]
     if not trace.header.get(EVERY_POSITION):
-        survival, passes, accepted, known, requests = _add_positions_between(survival, passes, accepted, known, requests)
+        survival, accepted, known, requests = _add_positions_between(survival, accepted, known, requests)
     survival, accepted = _fill(survival, accepted, known, np.random.default_rng(seed))
-    if len(accepted) <= num_levels:
-        raise ValueError(f"{name} has {len(accepted)} positions; more than its {num_levels} levels are needed")
+    if len(accepted) <= depth:
+        raise ValueError(f"{name} has {len(accepted)} positions; more than its {depth} levels are needed")
     starts = np.flatnonzero(np.diff(requests, prepend=-1))
-    # A level is there with those before it.
-    passes = np.maximum.accumulate(passes, axis=1)
-    reach = np.stack([(passes <= d).sum(axis=1) for d in range(depth + 1)], axis=1)
-    return DraftRows(survival, accepted, np.append(starts, len(requests)), reach)
+    return DraftRows(survival, accepted, np.append(starts, len(requests)))
 
 
-def _add_positions_between(survival, passes, accepted, known, requests):
+def _add_positions_between(survival, accepted, known, requests):
     """A row for each accepted draft of a step: what a step that begins behind it would have drafted and accepted."""
     num_rows, depth = survival.shape
     offsets = np.arange(accepted.sum() + num_rows) - np.repeat(np.cumsum(accepted + 1) - accepted - 1, accepted + 1)
@@ -112,17 +99,13 @@ def _add_positions_between(survival, passes, accepted, known, requests):
     columns = offsets[:, None] + np.arange(depth)
     wide = np.concatenate((survival, np.full((num_rows, depth), np.nan, np.float32)), axis=1)
     shifted = np.take_along_axis(wide[row], columns, axis=1)
-    # What the text extension it would have extension from there, too; what lies beyond was not seen to go on.
-    levels = np.arange(1, depth + 1)
-    passes = np.take_along_axis(passes[row], np.minimum(columns, depth - 1), axis=1)
-    passes = np.where(columns < depth, np.maximum(passes - offsets[:, None], 0), levels)
     before = np.where(offsets > 0, survival[row, np.maximum(offsets - 1, 0)], 1.0)
     shifted = np.minimum(shifted / np.maximum(before, 1e-6)[:, None], 1.0)
     # Known to have been rejected stays known at every later beginning.
     was_rejected = known[row] == depth
     was_rejected &= accepted[row] < depth
     still_known = np.where(was_rejected, depth, np.maximum(known[row] - offsets, 0))
-    return shifted.astype(np.float32), passes, accepted[row] - offsets, still_known, requests[row]
+    return shifted.astype(np.float32), accepted[row] - offsets, still_known, requests[row]
 
 
 def _fill(survival, accepted, known, random):

@@ -107,11 +107,9 @@ class RowTable(NamedTuple):
     """The rows of all classes, as compiled code reads them."""
 
     codes: np.ndarray
-    """[P, N] uint16: survivals times the class's weight (`encode`)."""
+    """[P, D] uint16: survivals times the class's weight (`encode`)."""
     accepted: np.ndarray
     """[P] uint8."""
-    reach: np.ndarray
-    """[P, D + 1] uint8: levels that so many passes of the draft have, with what continues from the text."""
     class_starts: np.ndarray
     """[classes + 1] int64."""
 
@@ -136,18 +134,11 @@ class Requests(NamedTuple):
 def join_rows(classes: Sequence[RequestClass]) -> RowTable:
     """One table of all classes' rows, cut to the depth that all of them have."""
     depth = min(one.rows.depth for one in classes)
-    num_levels = max(int(one.rows.reach[:, depth].max()) for one in classes)
     heaviest = max(one.weight for one in classes)
     sizes = [len(one.rows.accepted) for one in classes]
-    codes = np.zeros((sum(sizes), num_levels), np.uint16)
-    ends = np.cumsum(sizes)
-    for one, end, size in zip(classes, ends, sizes, strict=True):
-        own = encode(one.rows.survival[:, :num_levels], one.weight / heaviest)
-        codes[end - size : end, : own.shape[1]] = own
     return RowTable(
-        codes,
+        np.concatenate([encode(one.rows.survival[:, :depth], one.weight / heaviest) for one in classes]),
         np.concatenate([one.rows.accepted for one in classes]).astype(np.uint8),
-        np.concatenate([one.rows.reach[:, : depth + 1] for one in classes]).astype(np.uint8),
         np.cumsum([0, *sizes], dtype=np.int64),
     )
 
