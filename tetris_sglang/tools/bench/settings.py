@@ -102,7 +102,8 @@ class Settings:
             if "auto" in self.families:
                 # Chains of n-grams are as long by default: they need no passes.
                 num_steps = 2 * self.num_steps if draft == "ngram" else self.num_steps
-                for variant in ("", *self.variants):
+                variants = [one for one in self.variants if topk == 1 or not one.startswith("leaves")]
+                for variant in ("", *variants):
                     arms.append(Arm("auto", num_steps=num_steps, draft=draft, topk=topk, variant=variant))
             for k in self.k:
                 arms += self._build_with_k(k, depth, draft, topk)
