@@ -84,6 +84,15 @@ def _parse_selection(text: str) -> str:
     return text
 
 
+ACCEPTANCE_RULES = ("coupled", "rejection", "block")
+
+
+def _parse_acceptance(text: str) -> str:
+    if text not in ACCEPTANCE_RULES:
+        raise ValueError(f"must be one of {', '.join(ACCEPTANCE_RULES)}")
+    return text
+
+
 MAX_LEAVES = 3
 
 
@@ -184,6 +193,14 @@ SETTINGS: tuple[Setting, ...] = (
         "verified where they are more likely to be accepted than what lies deeper. Default: 0.",
     ),
     Setting(
+        "acceptance",
+        _parse_acceptance,
+        "RULE",
+        "TETRIS: which drafts of sampled requests are kept: coupled (draft and target draw with the same random numbers, and "
+        "what both drew is kept; default), rejection (drafts are drawn from the draft's own probabilities; with leaves "
+        "recursively) or block (chains of such, judged as a whole). All are exact.",
+    ),
+    Setting(
         "calibration",
         _parse_bool,
         "on|off",
@@ -247,12 +264,18 @@ class TetrisConfig:
     capacity_tokens: int | None
     selection: str = "tetris"
     leaves: int = 0
+    acceptance: str = "coupled"
     calibration: bool = True
     shared_texts: bool = False
     phase_times: bool = False
     verify_plan: str = "device"
     draft: str = "auto"
     record: Path | None = None
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether drafts of sampled requests are drawn from the draft's own law."""
+        return self.acceptance != "coupled"
 
     @property
     def capacity_is_automatic(self) -> bool:

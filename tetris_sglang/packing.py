@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.acceptance import accept_chain, accept_tree
-from tetris_sglang.drafting import TreeShape
+from tetris_sglang.drafting import Grid, TreeShape
 
 
 class PackedTokens(NamedTuple):
@@ -182,6 +182,29 @@ def accept_tree_rows(
         new_seq_lens=seq_lens + num_accepted + 1,
         target_tokens=emitted,
         path=path,
+    )
+
+
+def keep_drafts(
+    grid: Grid, seq_lens: Tensor, num_accepted: Tensor, bonus_tokens: Tensor, path: Tensor | None = None
+) -> AcceptedTokens:
+    """What a step commits that keeps drafts which need not be the target's own draws.
+
+    Args:
+        num_accepted: [batch] integers. bonus_tokens: [batch] int64. path: as in `accept_tree`; None: the grid holds chains.
+    Sync: none; CUDA-graph safe.
+    """
+    width = grid.tokens.shape[1]
+    drafts = grid.tokens if path is None or grid.shape is None else grid.tokens.gather(1, path)
+    last = num_accepted.long()[:, None]
+    emitted = torch.nn.functional.pad(drafts[:, 1:], (0, width - drafts.shape[1] + 1)).scatter(1, last, bonus_tokens[:, None])
+    return AcceptedTokens(
+        num_accepted=num_accepted.to(torch.int32),
+        bonus_tokens=bonus_tokens,
+        last_tokens=drafts.gather(1, last).squeeze(1),
+        new_seq_lens=seq_lens + num_accepted + 1,
+        target_tokens=emitted,
+        path=None if grid.shape is None else path,
     )
 
 

@@ -27,18 +27,18 @@ from tests.acceptance.test_exact import (
     select_uniformly,
     uniforms,
 )
+from tetris_sglang.acceptance import AcceptResult
 from tetris_sglang.acceptance.block import accept_block
 from tetris_sglang.acceptance.recursive import accept_recursively
 from tetris_sglang.drafting import TreeGrower, make_grid
 from tetris_sglang.selection import select_prefixes
 
-NAN = float("nan")
 
-
-def hide_unverified(target_probs, draft_lens):
-    """Nobody computes the rows behind the last verified one."""
+def pack(target_probs, draft_lens):
+    """The rows that are computed, and where each request's begin."""
     columns = torch.arange(target_probs.shape[1])
-    return target_probs.masked_fill((columns > draft_lens[:, None])[..., None], NAN)
+    starts = torch.nn.functional.pad((draft_lens + 1).cumsum(0), (1, 0))[:-1]
+    return target_probs[columns <= draft_lens[:, None]], starts
 
 
 def drawing(generator):
@@ -48,8 +48,8 @@ def drawing(generator):
 def by_block(candidates, target_probs, draft_lens, generator, positions):
     coins = uniforms(generator, len(candidates), MAX_DRAFT)
     q = DRAFT[candidates[:, :-1]]
-    p = hide_unverified(target_probs, draft_lens)
-    return accept_block(candidates, draft_lens, p, q, coins, drawing(generator))
+    p, starts = pack(target_probs, draft_lens)
+    return accept_block(candidates, draft_lens, p, starts, q, coins, drawing(generator))
 
 
 def by_rejection(candidates, target_probs, draft_lens, generator, positions):
@@ -57,8 +57,8 @@ def by_rejection(candidates, target_probs, draft_lens, generator, positions):
     parents = (torch.arange(MAX_DRAFT + 1) - 1).clamp(min=0).expand(len(candidates), -1)
     coins = uniforms(generator, len(candidates), MAX_DRAFT, 1)
     q = DRAFT[candidates[:, :-1]]
-    p = hide_unverified(target_probs, draft_lens)
-    return accept_recursively(candidates, parents, draft_lens, p, q, coins, drawing(generator))
+    p, starts = pack(target_probs, draft_lens)
+    return AcceptResult(*accept_recursively(candidates, parents, draft_lens, p, starts, q, coins, drawing(generator))[:2])
 
 
 def block_without_raggedness(candidates, target_probs, draft_lens, generator, positions):
@@ -66,7 +66,8 @@ def block_without_raggedness(candidates, target_probs, draft_lens, generator, po
     coins = uniforms(generator, len(candidates), MAX_DRAFT)
     q = DRAFT[candidates[:, :-1]]
     full = torch.full_like(draft_lens, MAX_DRAFT)
-    result = accept_block(candidates, full, target_probs, q, coins, drawing(generator))
+    p, starts = pack(target_probs, full)
+    result = accept_block(candidates, full, p, starts, q, coins, drawing(generator))
     num_accepted = torch.minimum(result.num_accepted, draft_lens)
     own = target_probs[torch.arange(len(candidates)), num_accepted.long()]
     cut = num_accepted < result.num_accepted
@@ -118,16 +119,17 @@ def draft_combs(roots, generator, score_drawn_tokens=False):
     return grower.finish(2 * MAX_DRAFT), torch.stack(levels, dim=1)
 
 
-def by_recursion(grid, draft_lens, p, q, generator):
-    coins = uniforms(generator, len(p), MAX_DRAFT, 2)
-    return accept_recursively(grid.tokens, grid.shape.parents, draft_lens, p, q, coins, drawing(generator))
+def by_recursion(grid, draft_lens, q, generator):
+    coins = uniforms(generator, REQUESTS, MAX_DRAFT, 2)
+    p, starts = pack(TARGET[grid.tokens], draft_lens)
+    return accept_recursively(grid.tokens, grid.shape.parents, draft_lens, p, starts, q, coins, drawing(generator))
 
 
-def recursion_with_the_first_law(grid, draft_lens, p, q, generator):
-    """Broken: a second draft is judged as if it had been drawn from q, not from what the first one left of it."""
-    coins = uniforms(generator, len(p), MAX_DRAFT, 2)
-    result = accept_recursively(grid.tokens, grid.shape.parents, draft_lens, p, q, coins, drawing(generator))
-    own = p[torch.arange(len(p)), result.path.gather(1, result.num_accepted.long()[:, None])[:, 0]]
+def recursion_with_a_fresh_bonus(grid, draft_lens, q, generator):
+    """Broken: behind rejected drafts the target's own law."""
+    result = by_recursion(grid, draft_lens, q, generator)
+    last = result.path.gather(1, result.num_accepted.long()[:, None])
+    own = TARGET[grid.tokens.gather(1, last)[:, 0]]
     return result._replace(bonus_tokens=drawing(generator)(own))
 
 
@@ -142,8 +144,7 @@ def decode_combs(accept, capacity, seed, score_drawn_tokens=False):
         proposal, q = draft_combs(root, generator, score_drawn_tokens)
         grid = make_grid(root, proposal, MAX_DRAFT, 2 * MAX_DRAFT + 1)
         draft_lens = select_prefixes(proposal.survival, capacity)
-        p = hide_unverified(TARGET[grid.tokens], draft_lens)
-        accepted = accept(grid, draft_lens, p, q, generator)
+        accepted = accept(grid, draft_lens, q, generator)
         last = accepted.path.gather(1, accepted.num_accepted.long()[:, None])
         is_sibling = (grid.shape.parents == grid.shape.parents.gather(1, last)) & (torch.arange(grid.tokens.shape[1]) < last)
         by_runner_up += int((is_sibling[:, 1:].any(dim=1) & (accepted.num_accepted > 0)).sum())
@@ -158,7 +159,7 @@ def decode_combs(accept, capacity, seed, score_drawn_tokens=False):
     return output[:, 1 : HORIZON + 1], by_runner_up
 
 
-@pytest.mark.parametrize("capacity", [REQUESTS, 3 * REQUESTS, 2 * MAX_DRAFT * REQUESTS])
+@pytest.mark.parametrize("capacity", [2 * REQUESTS, 3 * REQUESTS, 2 * MAX_DRAFT * REQUESTS])
 def test_recursion_over_combs_is_exact(capacity):
     tokens, by_runner_up = decode_combs(by_recursion, capacity, seed=2)
     assert by_runner_up > REQUESTS // 100  # siblings matter
@@ -166,7 +167,7 @@ def test_recursion_over_combs_is_exact(capacity):
 
 
 def test_a_broken_recursion_is_noticed():
-    tokens, _ = decode_combs(recursion_with_the_first_law, 3 * REQUESTS, seed=2)
+    tokens, _ = decode_combs(recursion_with_a_fresh_bonus, 3 * REQUESTS, seed=2)
     assert compare_with_target(tokens) < REJECTED
 
 

@@ -108,6 +108,14 @@ ARGUMENTS = {
     "mtp": [
         "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, *CRAMPED,
     ],
+    # Drafts from the draft's own law: a head of a shortened vocabulary with runners-up, and whole chains.
+    "rejection": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-tetris-leaves", "1",
+        "--speculative-tetris-acceptance", "rejection", "--speculative-tetris-capacity-per-request", "4",
+    ],
+    "block": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-tetris-acceptance", "block",
+    ],
 }  # fmt: skip
 AS_USERS_HAVE_THEM = ("auto",)
 SWITCHING = ("perfect_switching", "eagle3", "mtp", "parallel")

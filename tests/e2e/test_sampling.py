@@ -99,6 +99,22 @@ def test_sampled_output_has_the_targets_distribution(tetris, prompt_ids, exact):
     assert tetris.tetris_state()["accepted_tokens"] > before + 10, "nothing was accepted: nothing was tested"
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_other_rules_have_the_targets_distribution(servers, plain, rule, prompt_ids, exact, mixed_prompts):
+    """Their drafts come from the draft's own law. Greedy requests beside sampled ones stay greedy."""
+    (server,) = servers.get(rule)
+    before = server.tetris_state()
+    assert p_value(draw(server, prompt_ids), exact) > 1e-4
+    after = server.tetris_state()
+    accepted, selected = (after[f"{n}_tokens"] - before[f"{n}_tokens"] for n in ("accepted", "selected"))
+    assert accepted > 0.1 * selected > 10, "next to nothing was accepted: nothing was tested"
+    each = [{} if i % 2 else PARAMS for i in range(16)]
+    expected = plain.generate_all(mixed_prompts[:16], max_new_tokens=40)
+    actual = server.generate_all(mixed_prompts[:16], each=each, max_new_tokens=40)
+    assert [o["text"] for o in actual[1::2]] == [o["text"] for o in expected[1::2]]
+    servers.stop_one(rule)
+
+
 def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):
     """The same server, with every selected draft accepted by a third plugin, fails the same test."""
     environment = write_plugin(tmp_path, "broken_acceptance", BROKEN_ACCEPTANCE)

@@ -27,6 +27,7 @@ def accept_block(
     tokens: Tensor,
     draft_lens: Tensor,
     target_probs: Tensor,
+    first_rows: Tensor,
     draft_probs: Tensor,
     uniforms: Tensor,
     draw: Callable[[Tensor], Tensor],
@@ -35,7 +36,7 @@ def accept_block(
 
     Args:
         tokens: [batch, width] int64, the grid. draft_lens: [batch] integers, columns verified after the root.
-        target_probs: [batch, width, vocab] float32, p after each verified column; anything elsewhere.
+        target_probs, first_rows: as in `accept_recursively`.
         draft_probs: [batch, width - 1, vocab] float32, q that drew each column after the root.
         uniforms: [batch, width - 1] float32 in [0, 1), new in every step.
         draw: as in `accept_recursively`.
@@ -43,24 +44,32 @@ def accept_block(
     """
     batch, width = tokens.shape
     requests = torch.arange(batch, device=tokens.device)
+
+    def rows(columns: int | Tensor) -> Tensor:
+        """Of what was verified; nobody looks at the others'."""
+        return (first_rows + columns).clamp(max=len(target_probs) - 1)
+
     weight = torch.ones(batch, dtype=target_probs.dtype, device=tokens.device)
     num_accepted = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
     kept_weight = weight
     for column in range(1, width):
         token = tokens[:, column]
-        ratio = target_probs[requests, column - 1, token] / draft_probs[requests, column - 1, token]
+        before, here = rows(column - 1), rows(column)
+        ratio = target_probs[before, token] / draft_probs[requests, column - 1, token]
         weight = (weight * ratio).clamp(max=1)
         keep = weight
         if column < width - 1:
-            surplus = (weight[:, None] * target_probs[:, column] - draft_probs[:, column]).clamp(min=0).sum(dim=1)
+            surplus = (weight[:, None] * target_probs[here] - draft_probs[:, column]).clamp(min=0).sum(dim=1)
             # Without a surplus nothing could be drawn behind: then a longer prefix is kept, or none.
             inside = surplus / (surplus + 1 - weight).clamp(min=torch.finfo(surplus.dtype).tiny)
             keep = torch.where(column < draft_lens, inside, weight)
         kept = (column <= draft_lens) & (uniforms[:, column - 1] < keep)
         num_accepted = torch.where(kept, column, num_accepted)
         kept_weight = torch.where(kept, weight, kept_weight)
-    own = target_probs[requests, num_accepted]
+    own = target_probs[rows(num_accepted)]
     q = draft_probs[requests, num_accepted.clamp(max=width - 2)]
     residual = (kept_weight[:, None] * own - q).clamp(min=0)
-    weights = torch.where((num_accepted == draft_lens)[:, None], own, residual)
+    # Nothing is left where the laws are equal but for rounding.
+    is_own = (num_accepted == draft_lens) | (residual.sum(dim=1) == 0)
+    weights = torch.where(is_own[:, None], own, residual)
     return AcceptResult(num_accepted.to(torch.int32), draw(weights))

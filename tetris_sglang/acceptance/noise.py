@@ -48,10 +48,7 @@ def exponentials(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
         [rows, n] float32, in (2e-10, 17).
     Sync: none; CUDA-graph safe.
     """
-    key = seeds + positions * GOLDEN_64
-    key = (key ^ _shift(key, 30)) * MIX_64_A
-    key = (key ^ _shift(key, 27)) * MIX_64_B
-    key = key ^ _shift(key, 31)
+    key = _mix(seeds + positions * GOLDEN_64)
     # Every row walks over the tokens with a stride (odd, so no two meet) and a start of its own.
     strides, starts = ((key << 32 >> 32) | 1).to(torch.int32), (key >> 32).to(torch.int32)
     bits = (strides[:, None] * token_ids.to(torch.int32)).add_(starts[:, None])
@@ -97,6 +94,24 @@ def draw(weights: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """
     arrivals = exponentials(seeds, positions, torch.arange(weights.shape[1], device=weights.device))
     return (weights / arrivals).argmax(dim=1)
+
+
+def derive_seeds(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """Seeds for random numbers that have nothing to do with the seeds' own, nor with those of other positions or purposes.
+
+    Args:
+        seeds, positions: [rows] int64. purpose: below 2**63.
+    Returns:
+        [rows] int64.
+    Sync: none; CUDA-graph safe.
+    """
+    return _mix((seeds ^ purpose) + positions * GOLDEN_64)
+
+
+def _mix(key: Tensor) -> Tensor:
+    key = (key ^ _shift(key, 30)) * MIX_64_A
+    key = (key ^ _shift(key, 27)) * MIX_64_B
+    return key ^ _shift(key, 31)
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:

@@ -30,6 +30,7 @@ def accept_recursively(
     parents: Tensor,
     draft_lens: Tensor,
     target_probs: Tensor,
+    first_rows: Tensor,
     draft_probs: Tensor,
     uniforms: Tensor,
     draw: Callable[[Tensor], Tensor],
@@ -40,7 +41,8 @@ def accept_recursively(
         tokens: [batch, width] int64, the grid. A column's children stand in the order in which they were drawn, and only the
             first one has children.
         parents: [batch, width] int64, as in `TreeShape`. draft_lens: [batch] integers, columns verified after the root.
-        target_probs: [batch, width, vocab] float32, p after each verified column; anything elsewhere.
+        target_probs: [rows, vocab] float32, p after each verified column. first_rows: [batch] integers, a request's rows begin
+            there: of column c it is row first_rows + c.
         draft_probs: [batch, depth, vocab] float32, q that drew the tokens of each level.
         uniforms: [batch, depth, max_children] float32 in [0, 1), new in every step.
         draw: weights [batch, vocab], not normalised, to one token [batch] int64 each; random numbers new in every step.
@@ -52,38 +54,38 @@ def accept_recursively(
     is_verified = (columns > 0) & (columns <= draft_lens[:, None])
     at = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
     going = torch.ones(batch, dtype=torch.bool, device=tokens.device)
-    num_accepted, path = torch.zeros_like(at), [at]
+    num_accepted, steps = torch.zeros_like(at), [at]
     for level in range(depth):
         children = is_verified & (parents == at[:, None])
         child = children.int().argmax(dim=1)
         token = tokens[requests, child]
-        kept = uniforms[:, level, 0] * draft_probs[requests, level, token] < target_probs[requests, at, token]
+        kept = uniforms[:, level, 0] * draft_probs[requests, level, token] < target_probs[first_rows + at, token]
         going = going & children.any(dim=1) & kept
         at = torch.where(going, child, at)
         num_accepted = num_accepted + going
-        path.append(torch.where(going, at, width - 1))
+        steps.append(torch.where(going, at, width - 1))
     # The first choice that was rejected, if any, and its siblings.
-    level = num_accepted.clamp(max=depth - 1)
+    levels = num_accepted.clamp(max=depth - 1)
     children = is_verified & (parents == at[:, None])
     open_ = children.any(dim=1)
-    left, q = target_probs[requests, at], draft_probs[requests, level]
+    left, q = target_probs[first_rows + at], draft_probs[requests, levels]
     for k in range(max_children):
         child = children.int().argmax(dim=1)
         exists = open_ & children.any(dim=1)
         token = tokens[requests, child]
         if k:
-            kept = exists & (uniforms[requests, level, k] * q[requests, token] < left[requests, token])
+            kept = exists & (uniforms[requests, levels, k] * q[requests, token] < left[requests, token])
             at, open_ = torch.where(kept, child, at), open_ & ~kept
             num_accepted = num_accepted + kept
             exists = exists & ~kept
         rest = (left - q).clamp(min=0)
-        rest = rest / rest.sum(dim=1, keepdim=True).clamp(min=torch.finfo(rest.dtype).tiny)
-        left = torch.where(exists[:, None], rest, left)
+        total = rest.sum(dim=1, keepdim=True)
+        # Nothing is left where the laws are equal but for rounding.
+        left = torch.where(exists[:, None] & (total > 0), rest / total, left)
         q = q.scatter(1, token[:, None], 0.0)
         q = q / q.sum(dim=1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
         children = children.scatter(1, child[:, None], False)
     # After a sibling that was kept: the target's own law there.
-    left = torch.where(open_[:, None], left, target_probs[requests, at])
-    path = torch.stack(path, dim=1)
-    path = path.scatter(1, num_accepted[:, None], at[:, None])
+    left = torch.where(open_[:, None], left, target_probs[first_rows + at])
+    path = torch.stack(steps, dim=1).scatter(1, num_accepted[:, None], at[:, None])
     return TreeAcceptResult(num_accepted.to(torch.int32), draw(left), path)

@@ -256,6 +256,8 @@ def _validate_shape(args, num_steps: int, kind: str, device: str, config: Tetris
             f"in that range."
         )
     topk = topk or 1
+    if config.draws_drafts:
+        _validate_drawn(args, topk, kind, config)
     if topk == 1 and not config.leaves:
         _validate_chains(num_draft_tokens, num_steps)
         return
@@ -286,6 +288,25 @@ def _validate_shape(args, num_steps: int, kind: str, device: str, config: Tetris
             f"--speculative-num-draft-tokens {num_draft_tokens}: a tree of --speculative-num-steps {num_steps} and "
             f"{given} has at least {num_steps + 1} and at most {most} tokens, its root included. "
             f"Choose a value in that range, or leave it out."
+        )
+
+
+def _validate_drawn(args, topk: int, kind: str, config: TetrisConfig) -> None:
+    given = f"--speculative-tetris-acceptance {config.acceptance}"
+    if kind == draft_kind.NGRAM:
+        raise ValueError(f"{given}: n-grams have no probabilities to draw from. Leave it out.")
+    if topk > 1:
+        raise ValueError(
+            f"{given} judges chains, and runners-up beside them; --speculative-eagle-topk {topk} drafts trees. Drop one."
+        )
+    if config.acceptance == "block" and config.leaves:
+        raise ValueError(
+            f"{given} judges chains alone, and --speculative-tetris-leaves {config.leaves} is given. Use "
+            f"--speculative-tetris-leaves 0, or --speculative-tetris-acceptance rejection."
+        )
+    if (args.tp_size or 1) > 1:
+        raise ValueError(
+            f"{given} with --tp-size {args.tp_size}: ranks would judge by their own rounding. Use --tp-size 1, or leave it out."
         )
 
 

@@ -12,6 +12,7 @@ from tetris_sglang.capacity import StepPlan
 from tetris_sglang.drafting import Grid, Proposal, TreeShape, make_grid
 from tetris_sglang.observers import Observer, StepRecord
 from tetris_sglang.packing import AcceptedTokens, PackedTokens
+from tetris_sglang.runtime.acceptance import Acceptance
 from tetris_sglang.runtime.drafts.base import Draft
 from tetris_sglang.runtime.operations import Operations
 from tetris_sglang.runtime.planning.planner import StepPlanner
@@ -47,6 +48,7 @@ class StepRunner:
         draft: Draft,
         weights: RequestWeights,
         operations: Operations,
+        acceptance: Acceptance,
         texts: RequestTexts,
         ranks: Ranks,
         phases: PhaseTimer,
@@ -54,6 +56,7 @@ class StepRunner:
     ) -> None:
         self._target_worker, self._width = target_worker, width
         self._planner, self._draft, self._weights, self._operations = planner, draft, weights, operations
+        self._acceptance = acceptance
         self._texts, self._ranks, self._phases, self._observers = texts, ranks, phases, observers
 
     def run(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
@@ -103,7 +106,7 @@ class StepRunner:
                 grammar_tree,
                 grammar_barrier,
             )
-            accepted = self._accept(batch, tokens, packed, grid, slots)
+            accepted = self._accept(batch, tokens, packed, grid, proposal, slots)
             if on_publish is not None:
                 # The next step waits for this, and for nothing that follows.
                 on_publish(accepted.new_seq_lens)
@@ -127,10 +130,12 @@ class StepRunner:
         weights = None if wishes is None else wishes.weights
         return self._operations.select_drafts(proposal.survival, plan.capacity_tokens, weights)
 
-    def _accept(self, batch, tokens: Tensor, packed: PackedTokens, grid: Grid, slots: Tensor | None) -> AcceptedTokens:
-        """Keep the drafts that equal the target's `tokens` [num_tokens], from each root on."""
+    def _accept(
+        self, batch, tokens: Tensor, packed: PackedTokens, grid: Grid, proposal: Proposal | None, slots: Tensor | None
+    ) -> AcceptedTokens:
+        """Keep drafts, from each root on; `tokens` [num_tokens] are the target's draws."""
         (tokens,) = self._ranks.share([tokens])
-        accepted = self._operations.accept_grid(tokens, packed, grid, batch.seq_lens)
+        accepted = self._acceptance.accept(batch, tokens, packed, grid, proposal)
         if slots is not None:
             kv_pool = self._target_worker.model_runner.token_to_kv_pool
             commit_paths(kv_pool, slots, accepted.path, accepted.num_accepted)

@@ -23,6 +23,7 @@ from tetris_sglang.capacity import (
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.estimates.estimator import AcceptanceEstimator
 from tetris_sglang.observers import Observer
+from tetris_sglang.runtime.acceptance import Acceptance, CoupledAcceptance, DrawnAcceptance
 from tetris_sglang.runtime.drafts.base import Draft
 from tetris_sglang.runtime.drafts.kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.drafts.model import ModelDraft
@@ -108,6 +109,7 @@ class TetrisWorker(BaseSpecWorker):
             self.speculative_num_draft_tokens,
             config.leaves,
             reads_hidden_states=self._kind in HEADS,
+            draws=config.draws_drafts,
         )
         if spec.num_children > 1 and self.device == "cuda":
             check_kv_pool(runner.token_to_kv_pool)
@@ -116,7 +118,11 @@ class TetrisWorker(BaseSpecWorker):
         self._operations = get_operations(self.device, config.selection)
         # The worker's seed, which is resolved and the same on all ranks; the arguments have what was given.
         self._seeds = RequestSeeds(num_slots, self._target_worker.random_seed, get_parallel().dp_rank, self.device)
-        install_sampler(runner, self._operations.draw)
+        sampler = install_sampler(runner, self._operations.draw, keeps_laws=config.draws_drafts)
+        self._acceptance: Acceptance = CoupledAcceptance(self._operations)
+        if config.draws_drafts:
+            is_block = config.acceptance == "block"
+            self._acceptance = DrawnAcceptance(self._operations, sampler, is_block, spec.num_children)
         self._texts = RequestTexts(
             runner.req_to_token_pool,
             runner.model_config.vocab_size,
@@ -141,7 +147,9 @@ class TetrisWorker(BaseSpecWorker):
             spec,
             estimate=estimate,
             perturb=self._operations.perturb,
-            texts=self._texts if self.config.calibration else None,
+            # What a drawn token has in common with a match must not reach selection.
+            texts=self._texts if self.config.calibration and not self.config.draws_drafts else None,
+            acceptance=self._acceptance,
             ranks=self._ranks,
         )
 
@@ -182,6 +190,7 @@ class TetrisWorker(BaseSpecWorker):
             draft=self._draft,
             weights=self._weights,
             operations=self._operations,
+            acceptance=self._acceptance,
             texts=self._texts,
             ranks=self._ranks,
             phases=phases,
@@ -206,7 +215,7 @@ class TetrisWorker(BaseSpecWorker):
             width=self.speculative_num_draft_tokens,
             max_depth=self.speculative_num_steps,
             has_trees=get_spec().speculative_eagle_topk + self.config.leaves > 1,
-            has_evidence=self._estimator is not None,
+            has_evidence=self._estimator is not None and not self.config.draws_drafts,
             device=self.device,
         )
         return [captured, *reporters]

@@ -55,7 +55,7 @@ def test_every_branch_has_a_state_of_its_own(batch_size, monkeypatch):
         torch.zeros(batch_size, branches, num_steps - 1, dtype=torch.int64),
     )
     first, rest = SimpleNamespace(spec_info=None), SimpleNamespace(spec_info=SimpleNamespace(hidden_states=None))
-    passes = DraftPasses(worker, spec, trust, perturb, texts=None)
+    passes = DraftPasses(worker, spec, trust, perturb, texts=None, vocab_size=11)
     passes.run(first, rest, window, places, None, None, num_steps, forward)
     assert len(seen) == num_steps - 1
     # The first level's branches begin with one state.

@@ -67,6 +67,8 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         self.depths = captured_depths(passes.spec.num_steps)
         self._batches: dict[int, tuple[ForwardBatch, ForwardBatch]] = {}
         """The captured batches by size: the window's pass and the others. They view the static buffers."""
+        self._parts: tuple[str, ...] = ()
+        """Of a proposal, in the order of a graph's outputs."""
         super().__init__(passes.worker)
 
     def can_run(self, batch_size: int) -> bool:
@@ -114,7 +116,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         return self._make_graph_key(size, variant_label=f"depth {depth}")
 
     def _make_run(self, size: int, depth: int, first: ForwardBatch, rest: ForwardBatch) -> Callable[[], tuple[Tensor, ...]]:
-        """What is captured: the columns of the proposal, those of its shape last."""
+        """What is captured: the parts of the proposal that there are, those of its shape last."""
         buffers = self.buffers
 
         def run_once() -> tuple[Tensor, ...]:
@@ -126,8 +128,9 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             # Each pass replaces the states that the others read.
             first.spec_info.hidden_states = None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
             proposal = self._passes.run(first, rest, window, places, noise, match, depth, self._forward)
-            columns = proposal.tokens, proposal.survival, proposal.probs, proposal.evidence
-            return (*(column for column in columns if column is not None), *(proposal.shape or ()))
+            parts = {name: part for name, part in proposal._asdict().items() if part is not None and name != "shape"}
+            self._parts = tuple(parts)
+            return (*parts.values(), *(proposal.shape or ()))
 
         return run_once
 
@@ -236,10 +239,8 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         self._plan(first, rest if depth > 1 else None)
         outputs = self._replay_graph(self._key(size, depth), rest)
         outputs = [output[:batch_size].clone() for output in outputs]
-        num_columns = 3 if self._passes.texts is None else 4
-        columns, shape = outputs[:num_columns], outputs[num_columns:]
-        tokens, survival, probs, evidence = *columns, *[None] * (4 - num_columns)
-        return Proposal(tokens, survival, probs, TreeShape(*shape) if shape else None, evidence)
+        parts, shape = outputs[: len(self._parts)], outputs[len(self._parts) :]
+        return Proposal(**dict(zip(self._parts, parts, strict=True)), shape=TreeShape(*shape) if shape else None)
 
     def _fill(self, size: int, start: int) -> None:
         """Let the slots from `start` on be harmless: request row 0, whose KV slots are all the padding slot 0."""

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from tetris_sglang.drafting import Proposal
 from tetris_sglang.observers import StepRecord
+from tetris_sglang.runtime.acceptance import Acceptance
 from tetris_sglang.runtime.drafts.kv import DraftKV
 from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.spec import DraftSpec
@@ -45,7 +46,6 @@ from tetris_sglang.runtime.drafts.windows import (
 from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.request_texts import RequestTexts
-from tetris_sglang.runtime.requests.seeds import request_noise
 from tetris_sglang.texts import Calibrate
 
 
@@ -58,7 +58,7 @@ class ModelDraft:
         estimate: what the draft's probabilities are worth.
         perturb: as acceptance.noise.perturb, for the device.
         texts: where matches are looked up; None: drafts are scored without.
-        ranks: that draft together.
+        acceptance: says what is drawn with. ranks: that draft together.
     """
 
     def __init__(
@@ -70,14 +70,15 @@ class ModelDraft:
         estimate: Calibrate,
         perturb: Callable[..., Tensor],
         texts: RequestTexts | None,
+        acceptance: Acceptance,
         ranks: Ranks,
     ) -> None:
         self.spec, self.runner = spec, worker.draft_runner
         self.target_hidden_mode = spec.target_hidden_mode
         state_size = get_draft_input_from_target_hidden_dim(self.runner) if spec.reads_hidden_states else None
         self._target_runner, self._parallel_layout = target_runner, worker.parallel_layout
-        self._estimate, self._texts = estimate, texts
-        self._passes = DraftPasses(worker, spec, estimate, perturb, texts)
+        self._texts, self._acceptance = texts, acceptance
+        self._passes = DraftPasses(worker, spec, estimate, perturb, texts, target_runner.model_config.vocab_size)
         self._kv = DraftKV(self._passes, state_size, ranks)
         self._states: Tensor | None = None
         """[slots, window_width, state_size], the target's states of the windows of the requests in these slots."""
@@ -215,7 +216,7 @@ class ModelDraft:
     def _run_passes(self, batch, depth: int) -> Proposal:
         spec, passes = self.spec, self._passes
         window = self._kv.catch_up(batch, self._read_window(batch, batch.spec_info))
-        noise = request_noise(batch.sampling_info)
+        noise = self._acceptance.draft_noise(batch)
         if self._graphs is not None and self._graphs.can_run(len(batch.reqs)):
             return self._graphs.replay(window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth)
         if spec.keeps_kv:

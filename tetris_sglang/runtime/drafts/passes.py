@@ -42,6 +42,7 @@ class DraftPasses:
         estimate: what the draft's probabilities are worth.
         perturb: as acceptance.noise.perturb, for the device.
         texts: where matches are looked up; None: drafts are scored without.
+        vocab_size: of the target.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class DraftPasses:
         estimate: Calibrate,
         perturb: Callable[..., Tensor],
         texts: RequestTexts | None,
+        vocab_size: int,
     ) -> None:
         self.worker, self.spec, self.texts = worker, spec, texts
         self.runner = worker.draft_runner
         self._estimate, self._perturb = estimate, perturb
+        self._vocab_size = vocab_size
 
     def locate(self, window: Window, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
         """Where the passes of a step write; see `Places`. Shapes depend on the arguments' shapes alone."""
@@ -104,7 +107,8 @@ class DraftPasses:
         output = forward(first, self.runner.attn_backend)
         # Drawn with after the token before.
         positions = places.branch_positions + (self.spec.shift - 1)
-        tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
+        tokens, probs, law = self._choose(output.next_token_logits, noise, positions)
+        laws = [law]
         if self.spec.num_children == 1:
             grower = ChainGrower(tokens, probs, self._estimate, match)
         else:
@@ -129,11 +133,13 @@ class DraftPasses:
                 rest.spec_info.hidden_states = states.flatten(0, 1).contiguous()
             output = forward(rest, backend)
             positions = positions + 1
-            tokens, probs = self._most_likely(output.next_token_logits, noise, positions)
+            tokens, probs, law = self._choose(output.next_token_logits, noise, positions)
+            laws.append(law)
             grower.grow(tokens.unflatten(0, (-1, branches)), probs.unflatten(0, (-1, branches)))
             if states is not None:
                 states = output.hidden_states.unflatten(0, (-1, branches))
-        return grower.finish(self.spec.count_nodes(depth))
+        proposal = grower.finish(self.spec.count_nodes(depth))
+        return proposal if law is None else proposal._replace(draft_probs=torch.stack(laws, dim=1))
 
     def _inherit(self, branch_slots: Tensor, parent_rows: Tensor) -> None:
         """Give every branch the KV of the branch that it now continues.
@@ -144,16 +150,37 @@ class DraftPasses:
         source = branch_slots.gather(1, parent_rows[:, :, None].expand_as(branch_slots))
         move_kv(self.runner.token_to_kv_pool, branch_slots.flatten(1), source.flatten(1))
 
-    def _most_likely(self, logits: Tensor, noise: RequestNoise | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The `num_children` tokens of each row that the target most likely draws, in its vocabulary; see `most_likely`.
+    def _choose(self, logits: Tensor, noise: RequestNoise | None, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The `num_children` tokens to offer in each row, in the target's vocabulary, and how likely they are.
+
+        Of drawn drafts selection may know nothing that depends on what was drawn (acceptance/recursive.py): the
+        probabilities are then the law's largest ones, whichever tokens were drawn.
 
         Args:
-            noise, positions: [rows], of the target's draws.
+            noise, positions: [rows]; see `Acceptance.draft_noise`.
+        Returns:
+            tokens, probs: as `most_likely`. law: [rows, vocab of the target], where drafts are drawn from it.
         """
-        if noise is not None:
-            logits = self._perturb(logits, noise, positions, self.worker.hot_token_id)
-        tokens, probs = most_likely(logits, self.spec.num_children)
-        return tokens if self.worker.hot_token_id is None else self.worker.hot_token_id[tokens], probs
+        token_ids, law = self.worker.hot_token_id, None
+        if noise is None:
+            tokens, probs = most_likely(logits, self.spec.num_children)
+        elif not self.spec.draws:
+            tokens, probs = most_likely(self._perturb(logits, noise, positions, token_ids), self.spec.num_children)
+        else:
+            tokens = self._perturb(logits, noise, positions, token_ids).topk(self.spec.num_children, dim=-1).indices
+            law = self._law(logits, noise)
+            greedy = most_likely(logits, self.spec.num_children)[1]
+            probs = torch.where(noise.scales[:, None] == 0, greedy, law.topk(self.spec.num_children, dim=-1).values)
+            if token_ids is not None:
+                law = law.new_zeros(len(law), self._vocab_size).index_copy_(1, token_ids, law)
+        return tokens if token_ids is None else token_ids[tokens], probs, law
+
+    def _law(self, logits: Tensor, noise: RequestNoise) -> Tensor:
+        """[rows, vocab] float32, what each row's token is drawn from; a greedy request's has one token."""
+        scales = noise.scales[:, None]
+        law = (logits.float() / scales.clamp(min=1e-5)).softmax(dim=-1)
+        best = torch.zeros_like(law).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
+        return torch.where(scales == 0, best, law)
 
     def forward(self, forward_batch: ForwardBatch, backend):
         """One pass over a planned batch.

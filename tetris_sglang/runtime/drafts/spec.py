@@ -16,6 +16,7 @@ class DraftSpec:
     num_steps, topk, num_draft_tokens: SGLang's flags; the last one counts the root.
     leaves: runners-up that are offered beside each token of a chain.
     reads_hidden_states: a head, which reads the target's state with each token.
+    draws: drafts of sampled requests come from the draft's own law, which acceptance will want.
     """
 
     num_steps: int
@@ -23,6 +24,7 @@ class DraftSpec:
     num_draft_tokens: int
     leaves: int
     reads_hidden_states: bool
+    draws: bool = False
 
     @property
     def shift(self) -> int:

@@ -70,12 +70,15 @@ class NoiseSampler(Sampler):
     vocabulary and, filtered, depend on a token's rank instead of the token.
 
     Args:
-        draw: as acceptance.noise.draw, for the device.
+        draw: as acceptance.noise.draw, for the device. keeps_laws: for acceptance that looks at them.
     """
 
-    def __init__(self, draw: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    laws: Tensor | None = None
+    """[rows, vocab] float32, what the last call drew from; stays as it is where all requests are greedy."""
+
+    def __init__(self, draw: Callable[[Tensor, Tensor, Tensor], Tensor], keeps_laws: bool = False) -> None:
         super().__init__()
-        self._draw = draw
+        self._draw, self._keeps_laws = draw, keeps_laws
 
     def _sample_from_probs(self, probs, sampling_info, positions, simple_sampling_case):
         seeds = sampling_info.sampling_seed
@@ -83,12 +86,16 @@ class NoiseSampler(Sampler):
             return super()._sample_from_probs(probs, sampling_info, positions, simple_sampling_case)
         positions = positions.to(torch.int64)
         if simple_sampling_case:
+            self.laws = probs if self._keeps_laws else None
             return self._draw(probs, seeds, positions).to(torch.int32), None
-        tokens = []
+        tokens, laws = [], []
         for begin in range(0, len(probs), _ROWS_AT_ONCE):
             rows = slice(begin, begin + _ROWS_AT_ONCE)
             weights = self._filter(probs[rows], sampling_info, positions[rows], rows)
             tokens.append(self._draw(weights, seeds[rows], positions[rows]))
+            if self._keeps_laws:
+                laws.append(weights / weights.sum(dim=1, keepdim=True))
+        self.laws = torch.cat(laws) if laws else None
         return torch.cat(tokens).to(torch.int32), None
 
     def _filter(self, probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, rows: slice) -> Tensor:
@@ -106,9 +113,11 @@ class NoiseSampler(Sampler):
         return torch.zeros_like(probs).scatter_(1, captured.token_ids.long(), captured.weights)
 
 
-def install_sampler(model_runner, draw: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def install_sampler(model_runner, draw: Callable[[Tensor, Tensor, Tensor], Tensor], keeps_laws: bool = False) -> NoiseSampler:
     """Let the target's runner draw with the noise.
 
+    Args:
+        draw, keeps_laws: as in `NoiseSampler`.
     Raises:
         RuntimeError: it has a sampler that is not SGLang's standard one.
     """
@@ -117,4 +126,5 @@ def install_sampler(model_runner, draw: Callable[[Tensor, Tensor, Tensor], Tenso
             f"--speculative-algorithm TETRIS draws with SGLang's own sampler, but something else brought "
             f"{type(model_runner.sampler).__name__}. Remove the plugin that registers it."
         )
-    model_runner.sampler = NoiseSampler(draw)
+    model_runner.sampler = NoiseSampler(draw, keeps_laws)
+    return model_runner.sampler

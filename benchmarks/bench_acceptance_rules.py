@@ -1,0 +1,84 @@
+"""How far is each rule of acceptance from what is possible? On recorded laws of a real target and its head.
+
+    python benchmarks/bench_acceptance_rules.py
+
+Reads benchmarks/laws/*.npz (scripts/record_laws.py writes them); writes JSON and Markdown. No model runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from tetris_sglang.acceptance import rates
+from tetris_sglang.tools.bench.results import collect_provenance
+
+ROOT = Path(__file__).resolve().parent.parent
+LAWS = ROOT / "benchmarks/laws"
+RESULT = ROOT / "benchmarks/results/acceptance/rates.json"
+
+RULES = {
+    "coupled, one draft": lambda p, q: rates.coupled(p, q, 1),
+    "rejection, one draft": rates.rejection,
+    "most possible of one draft": lambda p, q: rates.best(p, q, 1, with_replacement=True),
+    "coupled, first two": lambda p, q: rates.coupled(p, q, 2),
+    "recursive rejection, two drafts": rates.recursion,
+    "most possible of two drafts without replacement": lambda p, q: rates.best(p, q, 2, with_replacement=False),
+    "most possible of two independent drafts": lambda p, q: rates.best(p, q, 2, with_replacement=True),
+}
+
+
+def main(out: Annotated[Path, typer.Option(help="Where to write the JSON; .md goes beside it.")] = RESULT) -> None:
+    found: dict[str, dict[str, float]] = {rule: {} for rule in RULES}
+    paths = sorted(LAWS.glob("*.npz"))
+    num_positions = {}
+    for path, rule in track([(path, rule) for path in paths for rule in RULES], console=Console()):
+        p, q = read_laws(path)
+        found[rule][path.stem] = float(RULES[rule](p, q).mean())
+        num_positions[path.stem] = len(p)
+    provenance = collect_provenance() | {
+        "command": shlex.join(["python", "benchmarks/bench_acceptance_rules.py", *sys.argv[1:]])
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"provenance": provenance, "positions": num_positions, "rates": found}, indent=1) + "\n")
+    out.with_suffix(".md").write_text(render(provenance, num_positions, found))
+    print(f"written: {out}")
+
+
+def read_laws(path: Path) -> tuple[Tensor, Tensor]:
+    """p and q [n, tokens] float64."""
+    with np.load(path) as arrays:
+        p, q = (torch.from_numpy(arrays[name]).double() for name in ("p", "q"))
+    return p / p.sum(dim=1, keepdim=True), q / q.sum(dim=1, keepdim=True)
+
+
+def render(provenance: dict, num_positions: dict[str, int], found: dict[str, dict[str, float]]) -> str:
+    temperatures = list(num_positions)
+    rows = [
+        f"| {rule} | " + " | ".join(f"{rate[temperature]:.3f}" for temperature in temperatures) + " |"
+        for rule, rate in found.items()
+    ]
+    counts = ", ".join(f"{count} positions at {temperature}" for temperature, count in num_positions.items())
+    made = f"Made by `{provenance['command']}` on {provenance['date']}, commit {provenance['commit']}; no model ran."
+    lines = [
+        "# How often the next token is one of the drafts\n",
+        f"{made} {counts} of answers of SmolLM2-135M-Instruct and its EAGLE-3 head.\n",
+        "| | " + " | ".join(f"temperature {temperature}" for temperature in temperatures) + " |",
+        "|---" * (len(temperatures) + 1) + "|",
+        *rows,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    typer.run(main)
