@@ -32,13 +32,13 @@ from timing import (
 
 from tetris_sglang.capacity import StepPlan
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.drafting import Proposal, TreeGrower, TreeShape, make_chains, make_grid
+from tetris_sglang.drafting import CombGrower, Proposal, TreeShape, make_chains, make_grid
 from tetris_sglang.observers import StepRecord
 from tetris_sglang.packing import AcceptedTokens
 from tetris_sglang.runtime.reports.recording import StepRecorder
 
 BATCHES = [1, 4, 16, 64, 256]
-BRANCHES = 3
+CHILDREN = 3
 PARTS = ["chains", "trees"]
 
 
@@ -71,7 +71,7 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     with TemporaryDirectory() as folder:
         parts = {
             "chains": make_step(draft_chains(batch, depth), depth, device, Path(folder) / "chains"),
-            "trees": make_step(draft_trees(batch, depth), depth, device, Path(folder) / "trees"),
+            "trees": make_step(draft_combs(batch, depth), depth, device, Path(folder) / "trees"),
         }
         elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     return {"batch": batch, **summarise_all(elapsed_us)}
@@ -82,14 +82,14 @@ def draft_chains(batch: int, depth: int) -> Proposal:
     return make_chains(torch.randint(0, 2048, (batch, depth)), probs, probs)
 
 
-def draft_trees(batch: int, depth: int) -> Proposal:
-    def draft(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randint(0, 2048, shape), torch.rand(shape) / BRANCHES
+def draft_combs(batch: int, depth: int) -> Proposal:
+    def draft() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randint(0, 2048, (batch, CHILDREN)), torch.rand(batch, CHILDREN) / CHILDREN
 
-    grower = TreeGrower(*draft(batch, BRANCHES))
+    grower = CombGrower(*draft())
     for _ in range(depth - 1):
-        grower.grow(*draft(batch, BRANCHES, BRANCHES))
-    return grower.finish(BRANCHES * depth)
+        grower.grow(*draft())
+    return grower.finish(CHILDREN * depth)
 
 
 def make_step(proposal: Proposal, depth: int, device: str, path: Path) -> Callable[[], None]:
@@ -113,7 +113,6 @@ def make_step(proposal: Proposal, depth: int, device: str, path: Path) -> Callab
     recorder = StepRecorder(
         config,
         draft="standalone",
-        topk=1,
         num_nodes=num_nodes,
         num_slots=batch,
         device=device,

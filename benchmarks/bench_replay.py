@@ -59,7 +59,7 @@ def main(
     for path, size in track(jobs, description="replaying", console=Console()):
         trace, name = read_trace(path), name_trace(path)
         by_size[size].append(study(trace, name, capacities, batch_size=size, **options))
-        if size is None and trace.header["topk"] == 1 and not trace.header.get("leaves"):
+        if size is None and trace.header["num_nodes"] == trace.header["num_steps"]:
             hindsight.append(study(calibrate_in_hindsight(trace), name, capacities, **options))
     command = shlex.join(["python", "benchmarks/bench_replay.py", *sys.argv[1:]])
     provenance = collect_provenance() | {"command": command, "repeats": repeats, "seed": seed}

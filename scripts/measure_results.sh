@@ -48,5 +48,6 @@ done
 measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k $HEAD_K --lengths equal --concurrency 1,4,16
 measure paper/sharegpt-0-head --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 \
     --concurrency 16
-measure ablations/sharegpt-0-variants --arms none,auto --drafts eagle3 --variants leaves=1,shared-texts=on --concurrency 1,4,16
-measure ablations/sharegpt-0-trees --arms none,auto --drafts eagle3 --topk 1,3 --concurrency 1,4,16
+measure ablations/sharegpt-0-shapes --arms none,auto --drafts eagle3 --num-draft-tokens 7,19 --concurrency 1,4,16
+measure ablations/sharegpt-0-variants --arms none,auto --drafts eagle3 --variants calibration=off,shared-texts=on \
+    --concurrency 1,4,16

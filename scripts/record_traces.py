@@ -53,24 +53,22 @@ class Recording(NamedTuple):
     is_ngram: bool = False
     """Without a head."""
     num_steps: int = 6
-    topk: int = 1
     temperature: float = 0.0
-    leaves: int = 0
-    """Runners-up beside each token of a chain."""
+    num_runners_up: int = 0
+    """Beside each token of a chain."""
     calibration: bool = True
     """Off: the draft's own tokens and probabilities, as SGLang's speculation has them."""
 
     @property
     def num_nodes(self) -> int:
-        return self.num_steps * (self.topk + self.leaves)
+        return self.num_steps * (1 + self.num_runners_up)
 
 
 RECORDINGS = {
     "eagle3": Recording(),
-    "eagle3_leaves": Recording(leaves=1),
-    "eagle3_leaves_sampled": Recording(leaves=1, temperature=1.0),
-    "eagle3_tree": Recording(num_steps=5, topk=3),
+    "eagle3_comb": Recording(num_runners_up=1),
     "eagle3_sampled": Recording(temperature=1.0),
+    "eagle3_comb_sampled": Recording(num_runners_up=1, temperature=1.0),
     "ngram": Recording(is_ngram=True),
 }
 
@@ -139,12 +137,10 @@ def record(
     arguments = [
         "--model-path", str(target), "--dtype", "float32", "--random-seed", str(seed), "--max-running-requests",
         str(concurrency), "--disable-overlap-schedule", "--speculative-algorithm", "TETRIS", *draft,
-        "--speculative-num-steps", str(recording.num_steps), "--speculative-eagle-topk", str(recording.topk),
+        "--speculative-num-steps", str(recording.num_steps), "--speculative-num-draft-tokens", str(recording.num_nodes + 1),
         "--speculative-tetris-capacity-per-request", str(recording.num_nodes), "--speculative-tetris-record", str(path),
         "--speculative-tetris-calibration", "true" if recording.calibration else "false",
     ]  # fmt: skip
-    if recording.leaves:
-        arguments += ["--speculative-tetris-leaves", str(recording.leaves)]
     # Settings in the environment are for other servers.
     for name in find_settings():
         del os.environ[name]

@@ -16,7 +16,7 @@ from tetris_sglang.config import (
 
 PER_REQUEST, TOKENS = "SGLANG_TETRIS_CAPACITY_PER_REQUEST", "SGLANG_TETRIS_CAPACITY_TOKENS"
 SELECTION, PHASE_TIMES = "SGLANG_TETRIS_SELECTION", "SGLANG_TETRIS_PHASE_TIMES"
-RECORD, LEAVES = "SGLANG_TETRIS_RECORD", "SGLANG_TETRIS_LEAVES"
+RECORD, ACCEPTANCE = "SGLANG_TETRIS_RECORD", "SGLANG_TETRIS_ACCEPTANCE"
 
 
 def parse(num_steps: int = DEFAULT_NUM_STEPS, **variables: str) -> TetrisConfig:
@@ -34,8 +34,7 @@ def parse(num_steps: int = DEFAULT_NUM_STEPS, **variables: str) -> TetrisConfig:
         ({SELECTION: "tetris"}, "selection", "tetris"),
         ({SELECTION: "uniform"}, "selection", "uniform"),
         ({SELECTION: "random"}, "selection", "random"),
-        ({LEAVES: "0"}, "leaves", 0),
-        ({LEAVES: "3"}, "leaves", 3),
+        ({ACCEPTANCE: "block"}, "acceptance", "block"),
         ({PHASE_TIMES: "1"}, "phase_times", True),
         ({PHASE_TIMES: "True"}, "phase_times", True),
         ({PHASE_TIMES: "no"}, "phase_times", False),

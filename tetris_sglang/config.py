@@ -93,15 +93,6 @@ def _parse_acceptance(text: str) -> str:
     return text
 
 
-MAX_LEAVES = 3
-
-
-def _parse_leaves(text: str) -> int:
-    if not (text.isdecimal() and int(text) <= MAX_LEAVES):
-        raise ValueError(f"must be a whole number from 0 to {MAX_LEAVES}")
-    return int(text)
-
-
 DRAFT_KINDS = ("standalone", "eagle", "eagle3", "mtp", "ngram")
 DRAFTS = ("auto", *DRAFT_KINDS)
 
@@ -186,19 +177,12 @@ SETTINGS: tuple[Setting, ...] = (
         "uniform (the same number per request) or random. The latter two are baselines for comparisons.",
     ),
     Setting(
-        "leaves",
-        _parse_leaves,
-        "WHOLE_NUMBER",
-        "TETRIS: runners-up that are drafted beside each token of a chain, without a further pass of the draft. They are "
-        "verified where they are more likely to be accepted than what lies deeper. Default: 0.",
-    ),
-    Setting(
         "acceptance",
         _parse_acceptance,
         "RULE",
         "TETRIS: which drafts of sampled requests are kept: coupled (draft and target draw with the same random numbers, and "
-        "what both drew is kept; default), rejection (drafts are drawn from the draft's own probabilities; with leaves "
-        "recursively) or block (chains of such, judged as a whole). All are exact.",
+        "what both drew is kept; default), rejection (drafts are drawn from the draft's own probabilities; runners-up "
+        "are tried after them) or block (chains of such, judged as a whole). All are exact.",
     ),
     Setting(
         "calibration",
@@ -263,7 +247,6 @@ class TetrisConfig:
     capacity_per_request: float | None
     capacity_tokens: int | None
     selection: str = "tetris"
-    leaves: int = 0
     acceptance: str = "coupled"
     calibration: bool = True
     shared_texts: bool = False

@@ -100,7 +100,7 @@ def _upstream(algorithm: str, topk: int, num_tokens: int) -> list[str]:
     ]
 
 
-TREE = ["--speculative-eagle-topk", "2"]
+COMB = ["--speculative-num-draft-tokens", str(2 * NUM_STEPS + 1)]
 FIXED = [*TETRIS, *_draft("draft"), *_capacity(2)]
 PERFECT = [*TETRIS, *_draft("target"), *_capacity(NUM_STEPS), "--speculative-num-draft-tokens", str(NUM_STEPS + 1)]
 ARMS: Mapping[str, Arm] = {
@@ -115,9 +115,9 @@ ARMS: Mapping[str, Arm] = {
     "no overlap": Arm([*COMMON, *FIXED, "--disable-overlap-schedule"]),
     "auto": Arm([*COMMON, *TETRIS, *_draft("draft")], (*STANDARD, *OF_TETRIS), has_streams_checked=True),
     "switching": Arm([*COMMON, *TETRIS, *_draft("draft")], plugin=SWITCHING_PLANS),
-    "tree": Arm([*COMMON, *TETRIS, *_draft("draft"), *TREE, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True),
+    "comb": Arm([*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True),
     "eagle": Arm([*COMMON, *TETRIS, *_draft("eagle"), *_capacity(2)], has_twin=True),
-    "eagle3": Arm([*COMMON, *TETRIS, *_draft("eagle3"), *TREE, *_capacity(3)], has_twin=True, has_streams_checked=True),
+    "eagle3": Arm([*COMMON, *TETRIS, *_draft("eagle3"), *COMB, *_capacity(3)], has_twin=True, has_streams_checked=True),
     "mtp": Arm([*_serve(MTP_CHECKPOINT), *TETRIS, *_capacity(2)], has_twin=True),
     "ngram": Arm([*COMMON, *TETRIS, *_capacity(2)], has_twin=True),
     # The draft is the target, and all it drafts is verified: a wrong, stale or missing entry of its cache shows as a rejection.
@@ -133,7 +133,7 @@ ARMS: Mapping[str, Arm] = {
     "fa3": Arm([*_serve(TARGET, "fa3"), *FIXED], has_twin=True),
 }  # fmt: skip
 QUICK = {name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False) for name in ("fixed", "eagle3")}
-"""For every change, in two minutes: chains and trees, a model and a head, graphs, plans and masks."""
+"""For every change, in two minutes: chains and combs, a model and a head, graphs, plans and masks."""
 
 
 def prepare(arm: Arm, folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -78,9 +78,9 @@ MUTATIONS = {
     "surplus rows belong to the last request": Mutation(
         VERIFY_PLAN, "set_lengths", "rows[batch : batch + 1] = surplus", "rows[batch - 1 : batch] += surplus", "fixed"
     ),
-    "every node of a tree sees the first": Mutation(
+    "every node of a comb sees the first": Mutation(
         VERIFY_PLAN, "set_trees", "pack_tree_mask(ancestors,",
-        "pack_tree_mask(ancestors.index_fill(2, torch.ones(1, dtype=torch.int64, device=ancestors.device), True),", "tree",
+        "pack_tree_mask(ancestors.index_fill(2, torch.ones(1, dtype=torch.int64, device=ancestors.device), True),", "comb",
     ),
     "no stream waits for another": Mutation(
         STREAM, "wait_stream", "self.wait_event(stream.record_event())", "pass", "fixed"

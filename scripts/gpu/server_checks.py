@@ -50,9 +50,9 @@ OTHER_DRAFTS = {
         *("--speculative-draft-model-path", str(PAIR / "draft")),
         *("--speculative-tetris-capacity-per-request", "auto"),
     ],
-    "tree": ["--speculative-draft-model-path", str(PAIR / "draft"), "--speculative-eagle-topk", "3"],
+    "comb": ["--speculative-draft-model-path", str(PAIR / "draft"), "--speculative-num-draft-tokens", "11"],
     "eagle": ["--speculative-draft-model-path", str(PAIR / "eagle")],
-    "eagle3 tree": ["--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3"],
+    "eagle3 comb": ["--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-num-draft-tokens", "11"],
     "ngram": [],
 }
 

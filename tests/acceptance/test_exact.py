@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chisquare
 
 from tetris_sglang.acceptance import RequestNoise, accept_chain, accept_tree, draw, perturb
-from tetris_sglang.drafting import TreeGrower, make_grid
+from tetris_sglang.drafting import CombGrower, make_grid
 from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
 
 VOCAB, MAX_DRAFT, HORIZON, REQUESTS = 5, 3, 3, 40_000
@@ -278,18 +278,19 @@ def test_the_trap_in_numbers():
     assert abs((by_own_draw == 0).double().mean() - 0.90) < 4 * standard_error
 
 
-# --- trees --------------------------------------------------------------------------------------------------
+# --- combs --------------------------------------------------------------------------------------------------
 
-BRANCHES, TREE_DEPTH, TREE_NODES = 2, 2, 5
+CHILDREN, COMB_DEPTH, COMB_NODES = 2, 3, 5
 
 
-def draft_trees(roots):
-    """Two branches, two levels, of the draft's most likely tokens."""
-    best = DRAFT[roots].topk(BRANCHES, dim=1)
-    grower = TreeGrower(best.indices, best.values.float())
-    best = DRAFT[grower.frontier_tokens].topk(BRANCHES, dim=2)
-    grower.grow(best.indices, best.values.float())
-    return grower.finish(TREE_NODES)
+def draft_combs(roots):
+    """Three levels of the draft's two most likely tokens."""
+    best = DRAFT[roots].topk(CHILDREN, dim=1)
+    grower = CombGrower(best.indices, best.values.float())
+    for _ in range(COMB_DEPTH - 1):
+        best = DRAFT[grower.frontier_tokens[:, 0]].topk(CHILDREN, dim=1)
+        grower.grow(best.indices, best.values.float())
+    return grower.finish(COMB_NODES)
 
 
 def accept_own_draws(grid, draft_lens, generator):
@@ -317,21 +318,21 @@ def accept_each_child_by_its_own_coin(grid, draft_lens, generator):
     return accept_tree(tokens, parents, draws, draft_lens, grid.max_depth), draws
 
 
-def decode_trees(accept, capacity, seed):
+def decode_combs(accept, capacity, seed):
     generator = torch.Generator().manual_seed(seed)
-    output = torch.zeros(REQUESTS, HORIZON + TREE_DEPTH + 1, dtype=torch.int64)
+    output = torch.zeros(REQUESTS, HORIZON + COMB_DEPTH + 1, dtype=torch.int64)
     output[:, 0] = ROOTS
     emitted = torch.zeros(REQUESTS, dtype=torch.int64)
     by_second_child = 0
     while (emitted < HORIZON).any():
         root = output.gather(1, emitted.clamp(max=HORIZON)[:, None])[:, 0]
-        proposal = draft_trees(root)
-        grid = make_grid(root, proposal, TREE_DEPTH, TREE_NODES + 1)
+        proposal = draft_combs(root)
+        grid = make_grid(root, proposal, COMB_DEPTH, COMB_NODES + 1)
         draft_lens = select_prefixes(proposal.survival, capacity)
         accepted, draws = accept(grid, draft_lens, generator)
         by_second_child += int(((accepted.path[:, 1] > 1) & (accepted.num_accepted > 0)).sum())
         emits = draws.gather(1, accepted.path)
-        columns = torch.arange(TREE_DEPTH + 1)
+        columns = torch.arange(COMB_DEPTH + 1)
         new = (columns <= accepted.num_accepted[:, None]) & (emitted < HORIZON)[:, None]
         positions = (emitted[:, None] + 1 + columns).clamp(max=output.shape[1] - 1)
         rows = torch.arange(REQUESTS)[:, None].expand_as(positions)
@@ -340,13 +341,13 @@ def decode_trees(accept, capacity, seed):
     return output[:, 1 : HORIZON + 1], by_second_child
 
 
-@pytest.mark.parametrize("capacity", [2 * REQUESTS, 3 * REQUESTS, TREE_NODES * REQUESTS])
-def test_trees_are_exact(capacity):
-    tokens, by_second_child = decode_trees(accept_own_draws, capacity, seed=1)
-    assert by_second_child > REQUESTS // 100  # branches matter
+@pytest.mark.parametrize("capacity", [2 * REQUESTS, 3 * REQUESTS, COMB_NODES * REQUESTS])
+def test_combs_are_exact(capacity):
+    tokens, by_second_child = decode_combs(accept_own_draws, capacity, seed=1)
+    assert by_second_child > REQUESTS // 100  # runners-up matter
     assert compare_with_target(tokens) > HOLDS
 
 
-def test_broken_acceptance_of_trees_is_noticed():
-    tokens, _ = decode_trees(accept_each_child_by_its_own_coin, 2 * REQUESTS, seed=1)
+def test_broken_acceptance_of_combs_is_noticed():
+    tokens, _ = decode_combs(accept_each_child_by_its_own_coin, 2 * REQUESTS, seed=1)
     assert compare_with_target(tokens) < REJECTED

@@ -30,7 +30,7 @@ from tests.acceptance.test_exact import (
 from tetris_sglang.acceptance import AcceptResult
 from tetris_sglang.acceptance.block import accept_block
 from tetris_sglang.acceptance.recursive import accept_recursively
-from tetris_sglang.drafting import TreeGrower, make_grid
+from tetris_sglang.drafting import CombGrower, make_grid
 from tetris_sglang.selection import select_prefixes
 
 
@@ -111,9 +111,9 @@ def draft_combs(roots, generator, score_drawn_tokens=False):
         drawn = race.topk(2, dim=1).indices
         scores = (q.gather(1, drawn) if score_drawn_tokens else q.topk(2, dim=1).values).float()
         if grower is None:
-            grower = TreeGrower(drawn, scores, num_expanded=1)
+            grower = CombGrower(drawn, scores)
         else:
-            grower.grow(drawn[:, None], scores[:, None])
+            grower.grow(drawn, scores)
         contexts = grower.frontier_tokens[:, 0]
         levels.append(q)
     return grower.finish(2 * MAX_DRAFT), torch.stack(levels, dim=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from tests.e2e.client import Client, Reference
 from tests.e2e.plugins import SWITCHING_PLANS, UNLIKE_RANKS, write_plugin
@@ -27,12 +25,9 @@ from mtp_checkpoint import make_mtp_checkpoint
 PAIR = REPOSITORY / "tests" / "pair"
 TARGET, DRAFT = PAIR / "target", PAIR / "draft"
 NUM_STEPS = 5
-SHARPNESS = 256
-"""By how much SHARP_TARGET's logits are the target's."""
 """Tokens behind the last pass's, where chains go on."""
 MTP_CHECKPOINT = "MTP_CHECKPOINT"
 TOKEN_MAP = "TOKEN_MAP"
-SHARP_TARGET = "SHARP_TARGET"
 """These stand for files that are made when a server needs them."""
 
 COMMON = [
@@ -58,7 +53,7 @@ ARGUMENTS = {
     # Synchronous scheduling, pages, an absolute capacity below the batch size: most requests get 0 drafts in most steps.
     "synchronous": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--disable-overlap-schedule",
-        "--speculative-tetris-capacity-tokens", "10", "--page-size", "16",
+        "--speculative-tetris-capacity-tokens", "10", "--page-size", "16", "--speculative-num-draft-tokens", "8",
     ],
     # The draft is the target, so every draft of it must be accepted: a stale, shifted or missing draft KV entry shows
     # as a rejection.
@@ -66,12 +61,10 @@ ARGUMENTS = {
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
         "--speculative-tetris-capacity-per-request", str(NUM_STEPS),
     ],
-    # The same with trees of all their nodes. They keep the chains most likely as a whole, which need not include the target's
-    # own: but where the first token of every level is all but certain, it is in each tree, and every level must be accepted.
-    "perfect_tree": [
-        "--model-path", SHARP_TARGET, *COMMON[2:], *TETRIS, *CRAMPED,
-        "--speculative-draft-model-path", SHARP_TARGET, "--speculative-eagle-topk", "2",
-        "--speculative-num-draft-tokens", "19", "--speculative-tetris-capacity-per-request", "18",
+    # The same with runners-up, all of which are verified; none of them is ever right.
+    "perfect_comb": [
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
+        "--speculative-num-draft-tokens", "11", "--speculative-tetris-capacity-per-request", "10",
     ],
     # What users get without further flags.
     "auto": [*COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT)],
@@ -79,8 +72,8 @@ ARGUMENTS = {
     "perfect_switching": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
     ],
-    "tree": [
-        *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-eagle-topk", "3",
+    "comb": [
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT),
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
     ],
     # Alone, a text of four sampled tokens repeats nothing; other requests' do.
@@ -91,18 +84,18 @@ ARGUMENTS = {
     "eagle": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle"),
         "--speculative-tetris-capacity-per-request", "2.5", "--speculative-token-map", TOKEN_MAP,
-        "--speculative-tetris-leaves", "2",
+        "--speculative-num-draft-tokens", "16",
     ],
     "eagle3": [
-        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"),
         "--speculative-num-draft-tokens", "13", "--disable-overlap-schedule",
     ],
     # Two ranks that disagree about everything that ranks may disagree about, and make random plans.
     "parallel": [
         *UNSEEDED, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--tp-size", "2",
     ],
-    "parallel_tree": [
-        *UNSEEDED, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-eagle-topk", "3",
+    "parallel_comb": [
+        *UNSEEDED, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"),
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4", "--tp-size", "2",
     ],
     "mtp": [
@@ -110,7 +103,7 @@ ARGUMENTS = {
     ],
     # Drafts from the draft's own law: a head of a shortened vocabulary with runners-up, and whole chains.
     "rejection": [
-        *COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-tetris-leaves", "1",
+        *COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-num-draft-tokens", "11",
         "--speculative-tetris-acceptance", "rejection", "--speculative-tetris-capacity-per-request", "4",
     ],
     "block": [
@@ -120,21 +113,21 @@ ARGUMENTS = {
 AS_USERS_HAVE_THEM = ("auto",)
 SWITCHING = ("perfect_switching", "eagle3", "mtp", "parallel")
 """Those with plugins.SWITCHING_PLANS."""
-PARALLEL = ("parallel", "parallel_tree")
+PARALLEL = ("parallel", "parallel_comb")
 """Those with plugins.UNLIKE_RANKS."""
 # Kept for the session, because other tests than those of one fixture use them.
 SHARED = ("plain", "overlap")
-ROOMY = ("overlap", "synchronous", "tree")
+ROOMY = ("overlap", "synchronous", "comb")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
-TETRIS_SERVERS = ("overlap", "synchronous", "tree", "ngram", "eagle", "eagle3", "mtp")
+TETRIS_SERVERS = ("overlap", "synchronous", "comb", "ngram", "eagle", "eagle3", "mtp")
 """Those of the fixture `tetris`."""
 RECORDING = (*TETRIS_SERVERS, "perfect", "perfect_switching")
-FEATURED = ("overlap", "tree", "ngram", "eagle3")
-"""Chains and trees, with a model, a head and neither, with overlap scheduling and without."""
+FEATURED = ("overlap", "comb", "ngram", "eagle3")
+"""Chains and combs, with a model, a head and neither, with overlap scheduling and without."""
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
 MIN_SUCCESS = {
-    "overlap": 0.5, "synchronous": 0.5, "tree": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
-    "mtp": 0.35, "parallel": 0.3, "parallel_tree": 0.3,
+    "overlap": 0.5, "synchronous": 0.5, "comb": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
+    "mtp": 0.35, "parallel": 0.3, "parallel_comb": 0.3,
 }  # fmt: skip
 
 
@@ -166,7 +159,6 @@ class Servers:
         made = {
             MTP_CHECKPOINT: lambda: self._mtp_checkpoint,
             TOKEN_MAP: lambda: self._token_map,
-            SHARP_TARGET: lambda: self._sharp_target,
         }
         arguments = [str(made[argument]()) if argument in made else argument for argument in ARGUMENTS[name]]
         if name in RECORDING:
@@ -202,17 +194,6 @@ class Servers:
         path = self._log_folder / "token_map.pt"
         torch.save(differences + torch.arange(len(differences)), path)
         return path
-
-    @cached_property
-    def _sharp_target(self) -> Path:
-        """The target with its logits times `SHARPNESS`, a power of two: the greedy text is the target's."""
-        folder = self._log_folder / "sharp_target"
-        if not folder.exists():
-            shutil.copytree(TARGET, folder)
-            weights = load_file(folder / "model.safetensors")
-            weights["model.norm.weight"] *= SHARPNESS
-            save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        return folder
 
     def stop(self) -> None:
         for process in self._processes.values():
@@ -255,7 +236,7 @@ def overlap(servers) -> Client:
     return servers.get("overlap")[0]
 
 
-@pytest.fixture(scope="session", params=["perfect", "perfect_tree", "perfect_switching"])
+@pytest.fixture(scope="session", params=["perfect", "perfect_comb", "perfect_switching"])
 def perfect(servers, request):
     yield servers.get(request.param)[0]
     servers.stop_one(request.param)

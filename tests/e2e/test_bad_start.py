@@ -73,25 +73,13 @@ STARTS = {
         ],
         ["--speculative-num-steps=0", "Choose a value in that range"],
     ),
-    "a draft tree too large": Start(
-        [
-            *PAIR,
-            "--speculative-num-steps",
-            "2",
-            "--speculative-eagle-topk",
-            "2",
-            "--speculative-num-draft-tokens",
-            "9",
-        ],
-        [
-            "--speculative-num-draft-tokens 9",
-            "at least 3 and at most 7 tokens",
-            "Choose a value in that range",
-        ],
+    "more draft tokens than there are": Start(
+        [*PAIR, "--speculative-num-steps", "2", "--speculative-num-draft-tokens", "10"],
+        ["--speculative-num-draft-tokens 10", "up to 9", "Choose a value in that range"],
     ),
-    "a tree of n-grams": Start(
+    "a draft tree": Start(
         [*TETRIS, "--speculative-eagle-topk", "2"],
-        ["--speculative-eagle-topk 2: n-grams draft chains only", "Leave it out"],
+        ["--speculative-eagle-topk 2: TETRIS drafts chains", "Leave it out"],
     ),
     "another release": Start(
         PAIR,

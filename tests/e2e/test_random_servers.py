@@ -54,18 +54,13 @@ def draw_arguments(draw: random.Random) -> tuple[list[str], bool]:
         return [str(flag) for flag in flags] if draw.random() < probability else []
 
     kind = draw.choice(["standalone", "standalone", "eagle", "eagle3", "ngram"])
-    num_steps, topk = draw.choice([1, 2, 3, 5, 8]), draw.choice([1, 1, 2, 3]) if kind != "ngram" else 1
+    num_steps = draw.choice([1, 2, 3, 5, 8])
     arguments = ["--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(num_steps)]
     if kind != "ngram":
         arguments += ["--speculative-draft-model-path", str(DRAFTS[kind])]
-    if topk > 1:
-        arguments += ["--speculative-eagle-topk", str(topk)]
-        arguments += maybe(0.5, "--speculative-num-draft-tokens", num_steps + 1 + draw.randint(1, 6))
-    elif kind != "ngram":
-        leaves = draw.choice([0, 0, 1, 2])
-        arguments += maybe(leaves > 0, "--speculative-tetris-leaves", leaves)
-        num_nodes = num_steps + draw.randint(0, num_steps * leaves)
-        arguments += maybe(0.3 * (leaves > 0), "--speculative-num-draft-tokens", num_nodes + 1)
+    if kind != "ngram":
+        num_nodes = draw.choice([num_steps, num_steps + draw.randint(1, 3 * num_steps)])
+        arguments += maybe(0.6, "--speculative-num-draft-tokens", num_nodes + 1)
     capacity = draw.choice(["auto", "auto", "per-request", "tokens"])
     if capacity == "per-request":
         arguments += ["--speculative-tetris-capacity-per-request", str(draw.choice([0.5, 1]))]
@@ -73,8 +68,7 @@ def draw_arguments(draw: random.Random) -> tuple[list[str], bool]:
         arguments += ["--speculative-tetris-capacity-tokens", str(draw.choice([1, 4, 9, 30]))]
     arguments += maybe(0.2, "--speculative-tetris-selection", draw.choice(["uniform", "random"]))
     arguments += maybe(0.3, "--disable-overlap-schedule")
-    are_chains = topk == 1 and "--speculative-tetris-leaves" not in arguments
-    arguments += maybe(0.3 * are_chains, "--page-size", draw.choice([4, 16]))
+    arguments += maybe(0.3, "--page-size", draw.choice([4, 16]))
     arguments += maybe(0.3, "--disable-radix-cache")
     arguments += maybe(0.5, "--chunked-prefill-size", draw.choice([32, 64, 128]))
     small = draw.choice([1536, 2048, 4096])

@@ -20,7 +20,7 @@ NUM_SAMPLES = 900
 # Of the drafts verified at temperature 1. Their most likely tokens, without the noise, reach 0.13, 0.34, 0.14, 0.12, 0.09 and
 # 0.08.
 MIN_SAMPLED_SUCCESS = {
-    "overlap": 0.35, "synchronous": 0.42, "tree": 0.25, "eagle": 0.28, "eagle3": 0.14, "mtp": 0.12,
+    "overlap": 0.35, "synchronous": 0.42, "comb": 0.25, "eagle": 0.28, "eagle3": 0.14, "mtp": 0.12,
 }  # fmt: skip
 # The filters overlap, so their order shows: upstream's verify renormalises after top-k and then applies top-p.
 PARAMS = {"temperature": 1.4, "top_k": 4, "top_p": 0.55, "min_p": 0.02}

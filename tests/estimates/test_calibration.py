@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tetris_sglang.acceptance import accept_tree
-from tetris_sglang.drafting import TreeGrower, make_grid
+from tetris_sglang.drafting import CombGrower, make_grid
 from tetris_sglang.estimates.calibration import (
     Calibration,
     _make_monotone,
@@ -179,25 +179,25 @@ def test_outcomes_of_a_chain_are_those_of_walking_it(seed, batch, max_draft):
     assert torch.equal(outcomes.accepted, accepted)
 
 
-TREES = st.tuples(SEEDS, st.integers(1, 3), st.integers(2, 3), st.integers(1, DEPTH), st.integers(1, 20))
+COMBS = st.tuples(SEEDS, st.integers(1, 3), st.integers(2, 3), st.integers(1, DEPTH), st.integers(1, 20))
 
 
-def grow(seed: int, batch: int, branches: int, depth: int, max_nodes: int, calibration: Calibration | None):
+def grow(seed: int, batch: int, num_children: int, depth: int, max_nodes: int, calibration: Calibration | None):
     """A proposal of random tokens, its probabilities calibrated on the way as serving does."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(level: int, *shape: int):
-        tokens = torch.rand(*shape, 7, generator=generator).argsort(dim=-1)[..., :branches]
-        probs = torch.rand(*shape, branches, generator=generator)
+    def draw(level: int):
+        tokens = torch.rand(batch, 7, generator=generator).argsort(dim=-1)[..., :num_children]
+        probs = torch.rand(batch, num_children, generator=generator)
         return tokens, probs if calibration is None else calibration.apply(probs, level)
 
-    grower = TreeGrower(*draw(1, batch))
+    grower = CombGrower(*draw(1))
     for level in range(2, depth + 1):
-        grower.grow(*draw(level, batch, branches))
+        grower.grow(*draw(level))
     return grower.finish(max_nodes)
 
 
-@given(TREES, SEEDS)
+@given(COMBS, SEEDS)
 def test_outcomes_of_a_tree_are_those_of_walking_it(tree, seed):
     _, batch, _, depth, _ = tree
     proposal = grow(*tree, None)
@@ -252,7 +252,7 @@ def test_docstring_examples():
 # -- selection stays prefix-closed ------------------------------------------------------------------------------------
 
 
-@given(TREES)
+@given(COMBS)
 def test_calibrated_trees_keep_parents_before_children(tree):
     seed, batch, *_ = tree
     proposal = grow(*tree, taught(seed, prior_strength=1.0))

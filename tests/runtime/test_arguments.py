@@ -277,47 +277,37 @@ def test_number_of_steps(make_args, num_steps):
     assert_refused(make_args(speculative_num_steps=num_steps), f"--speculative-num-steps={num_steps}", "between 1 and")
 
 
-@pytest.mark.parametrize("num_steps, num_draft_tokens", [(4, 4), (4, 1), (4, 11), (None, 5)])
+@pytest.mark.parametrize("num_steps, num_draft_tokens", [(4, 4), (4, 1), (4, 18), (None, 5)])
 def test_number_of_draft_tokens_that_contradicts_the_steps(make_args, num_steps, num_draft_tokens):
     args = make_args(speculative_num_steps=num_steps, speculative_num_draft_tokens=num_draft_tokens)
-    assert_refused(args, f"--speculative-num-draft-tokens {num_draft_tokens}", "Leave the former out")
+    assert_refused(args, f"--speculative-num-draft-tokens {num_draft_tokens}", "Choose a value in that range")
 
 
-def test_leaves_are_for_chains_of_models(make_args, environment):
-    environment["SGLANG_TETRIS_LEAVES"] = "1"
+@pytest.mark.parametrize("num_draft_tokens", [5, 6, 9, 17])
+def test_number_of_draft_tokens_with_and_without_runners_up(make_args, num_draft_tokens):
+    validate_server_args(make_args(speculative_num_steps=4, speculative_num_draft_tokens=num_draft_tokens))
+
+
+def test_n_grams_have_no_runners_up(make_args):
+    args = make_args(speculative_draft_model_path=None, speculative_num_steps=4, speculative_num_draft_tokens=9)
+    assert_refused(args, "--speculative-num-draft-tokens 9", "n-grams draft one chain", "Leave it out")
+
+
+def test_rules_of_acceptance_and_what_they_judge(make_args, environment):
+    environment["SGLANG_TETRIS_ACCEPTANCE"] = "block"
     validate_server_args(make_args(speculative_num_steps=4))
-    validate_server_args(make_args(speculative_num_steps=4, speculative_num_draft_tokens=7))
-    args = make_args(speculative_num_steps=4, speculative_num_draft_tokens=10)
-    assert_refused(
-        args, "--speculative-num-draft-tokens 10", "--speculative-tetris-leaves 1 has at least 5 and at most 9 tokens"
-    )
-    args = make_args(speculative_num_steps=4, speculative_eagle_topk=2)
-    assert_refused(args, "--speculative-eagle-topk 2 and --speculative-tetris-leaves 1 are both given", "Remove one")
-    args = make_args(speculative_draft_model_path=None, speculative_num_steps=4)
-    assert_refused(args, "--speculative-tetris-leaves 1: n-grams draft chains only", "Leave it out")
+    args = make_args(speculative_num_steps=4, speculative_num_draft_tokens=9)
+    assert_refused(args, "--speculative-num-draft-tokens 9", "--speculative-tetris-acceptance block judges chains alone")
+    environment["SGLANG_TETRIS_ACCEPTANCE"] = "rejection"
+    validate_server_args(make_args(speculative_num_steps=4, speculative_num_draft_tokens=9))
+    args = make_args(speculative_draft_model_path=None)
+    assert_refused(args, "--speculative-tetris-acceptance rejection", "no probabilities to draw from")
+    assert_refused(make_args(tp_size=2), "--speculative-tetris-acceptance rejection with --tp-size 2", "--tp-size 1")
 
 
-@pytest.mark.parametrize("topk", [0, -1, 17])
-def test_number_of_branches(make_args, topk):
-    assert_refused(make_args(speculative_eagle_topk=topk), f"--speculative-eagle-topk {topk}", "2 to 16")
-
-
-@pytest.mark.parametrize("num_draft_tokens", [3, 24])
-def test_number_of_nodes_that_no_tree_has(make_args, num_draft_tokens):
-    args = make_args(speculative_num_steps=3, speculative_eagle_topk=3, speculative_num_draft_tokens=num_draft_tokens)
-    assert_refused(args, f"--speculative-num-draft-tokens {num_draft_tokens}", "at least 4 and at most 22 tokens")
-
-
-def test_trees_need_a_model(make_args):
-    assert_refused(
-        make_args(speculative_eagle_topk=2, speculative_draft_model_path=None),
-        "--speculative-eagle-topk 2",
-        "Leave it out",
-    )
-
-
-def test_trees_share_no_pages(make_args):
-    assert_refused(make_args(speculative_eagle_topk=2, page_size=16), "--page-size 16", "--page-size 1")
+@pytest.mark.parametrize("topk", [0, 2])
+def test_there_are_no_trees(make_args, topk):
+    assert_refused(make_args(speculative_eagle_topk=topk), f"--speculative-eagle-topk {topk}", "Leave it out")
 
 
 @pytest.mark.parametrize(
@@ -326,15 +316,14 @@ def test_trees_share_no_pages(make_args):
         "attention_backend",
         "prefill_attention_backend",
         "decode_attention_backend",
-        "speculative_draft_attention_backend",
     ],
 )
-def test_trees_on_gpus_need_flashinfer(make_args, name):
+def test_runners_up_on_gpus_need_flashinfer(make_args, name):
     validate_server_args(make_args(device="cuda", **{name: "fa3"}))
     assert_refused(
-        make_args(speculative_eagle_topk=2, device="cuda", **{name: "fa3"}),
+        make_args(speculative_num_steps=4, speculative_num_draft_tokens=9, device="cuda", **{name: "fa3"}),
         f"--{name.replace('_', '-')} fa3",
-        "--speculative-eagle-topk 2",
+        "--speculative-num-draft-tokens 9",
         "flashinfer",
     )
 
@@ -481,8 +470,11 @@ def test_resolution_fills_in_what_tetris_implies(plugins, make_args):
     assert resolved.speculative_eagle_topk == 1
 
 
-@pytest.mark.parametrize("settings, expected", [({}, 5), ({"LEAVES": "0"}, 5), ({"LEAVES": "2"}, 13)])
-def test_resolution_makes_room_for_every_node(plugins, make_args, monkeypatch, settings, expected):
+@pytest.mark.parametrize(
+    "settings, expected",
+    [({}, 9), ({"CAPACITY_PER_REQUEST": "3"}, 5), ({"CAPACITY_TOKENS": "8"}, 5), ({"ACCEPTANCE": "block"}, 5)],
+)
+def test_there_is_room_for_runners_up_where_the_capacity_sets_itself(plugins, make_args, monkeypatch, settings, expected):
     from sglang.srt.arg_groups.overrides import resolving_view
 
     for name, value in settings.items():
@@ -521,13 +513,9 @@ def test_fewer_requests_than_without_speculation_are_announced(plugins, make_arg
     assert ("at most 48 requests run at once" in caplog.text) == (given is None)
 
 
-def test_resolution_sizes_a_tree_and_finds_the_targets_own_layers(plugins, make_args, write_config):
+def test_resolution_finds_the_targets_own_layers(plugins, make_args, write_config):
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    resolved = resolving_view(resolve(make_args(speculative_num_steps=4, speculative_eagle_topk=3)))
-    assert (resolved.speculative_num_draft_tokens, resolved.speculative_eagle_topk) == (13, 3)
-    resolved = resolving_view(resolve(make_args(speculative_num_steps=1, speculative_eagle_topk=3)))
-    assert resolved.speculative_num_draft_tokens == 4
     target = write_config("its_target", num_nextn_predict_layers=1)
     args = make_args(model_path=target, speculative_draft_model_path=None)
     assert resolving_view(resolve(args)).speculative_draft_model_path == target
@@ -543,7 +531,7 @@ def test_resolution_sizes_a_tree_and_finds_the_targets_own_layers(plugins, make_
             "--speculative-draft-model-path /no/such: no such folder",
         ),
         ({"speculative_num_steps": 0}, "--speculative-num-steps=0"),
-        ({"speculative_eagle_topk": 17}, "--speculative-eagle-topk 17"),
+        ({"speculative_eagle_topk": 2}, "--speculative-eagle-topk 2"),
     ],
     ids=["no folder", "no steps", "trees"],
 )

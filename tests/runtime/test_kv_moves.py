@@ -48,7 +48,7 @@ class OtherPool(MHATokenToKVPool):
 
 @pytest.mark.parametrize("given", [{"head_dim": 3}, {"pool_class": OtherPool}], ids=["odd rows", "subclass"])
 def test_other_pools_are_refused(given):
-    with pytest.raises(ValueError, match="--kv-cache-dtype.*--speculative-eagle-topk 1"):
+    with pytest.raises(ValueError, match="--kv-cache-dtype.*--speculative-num-draft-tokens one more"):
         check_kv_pool(make_pool(**given))
 
 

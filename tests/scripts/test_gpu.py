@@ -239,8 +239,8 @@ def test_a_dry_run_names_what_does_not_hold(change, fault):
 
 
 def test_flags_of_the_cpu_twin():
-    flags = dry_run.on_cpu([*dry_run.ARMS["host plan"].flags, "--speculative-eagle-topk", "2"])
-    assert "--model-path" in flags and flags[-2:] == ["--speculative-eagle-topk", "2"]
+    flags = dry_run.on_cpu([*dry_run.ARMS["host plan"].flags, "--speculative-num-draft-tokens", "7"])
+    assert "--model-path" in flags and flags[-2:] == ["--speculative-num-draft-tokens", "7"]
     for gone in ("cuda", "flashinfer", "--cuda-graph-bs-decode", "4", "--disable-prefill-cuda-graph", "host"):
         assert flags.count(gone) == (1 if gone == "4" else 0), gone  # 4 is the depth, too
 

@@ -217,7 +217,7 @@ def make():
     texts.recent.begin(torch.arange(1, SLOTS, device=device), texts.recent.place(slots, slots, [0] * len(slots)).to(device))
     return texts, AcceptanceEstimator(DEPTH, device, steps_together=1)
 
-def make_record(draw, lens, has_trees):
+def make_record(draw, lens, has_combs):
     batch_size, num_nodes = draw.randint(1, 6), draw.randint(2, WIDTH - 1)
     slots = draw.sample(range(1, SLOTS), batch_size)
     integers = lambda *size, high: torch.randint(high, size)
@@ -225,14 +225,14 @@ def make_record(draw, lens, has_trees):
     parents = torch.zeros(batch_size, WIDTH, dtype=torch.int64)
     depths, path = parents.clone(), None
     num_accepted = torch.tensor([draw.randint(0, int(n)) for n in drafted])
-    if has_trees:
+    if has_combs:
         # Chains of the nodes with even numbers, and leaves beside them.
         for node in range(1, num_nodes + 1):
             parents[:, node] = max(node - 1 - (node % 2 == 0), 0) // 2 * 2
             depths[:, node] = depths[:, parents[0, node]] + 1
         num_accepted = drafted // 2
         path = torch.arange(DEPTH // 2 + 1).mul(2).expand(batch_size, -1).contiguous()
-    shape = TreeShape(parents.to(device), depths.to(device)) if has_trees else None
+    shape = TreeShape(parents.to(device), depths.to(device)) if has_combs else None
     kinds = integers(batch_size, num_nodes, high=15)
     probs = torch.rand(batch_size, num_nodes)
     drafted_shape = None if shape is None else TreeShape(*(part[:, : num_nodes + 1] for part in shape))
@@ -252,19 +252,19 @@ def make_record(draw, lens, has_trees):
 """
 
 
-@pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
-def test_captured_observers_learn_what_the_others_learn(run, has_trees):
+@pytest.mark.parametrize("has_combs", [False, True], ids=["chains", "combs"])
+def test_captured_observers_learn_what_the_others_learn(run, has_combs):
     """Batches of unlike sizes, one beyond the captured ones, steps of unlike depths. What fills a batch up teaches nothing."""
     code = f"""
         torch.manual_seed(0)
         draw, lens = random.Random(0), [1] * SLOTS
         plain, inner = make(), make()
         captured = CapturedObservers(
-            inner, inner[0], batch_sizes=[1, 2, 4], width=WIDTH, max_depth=DEPTH, has_trees={has_trees}, has_evidence=True,
+            inner, inner[0], batch_sizes=[1, 2, 4], width=WIDTH, max_depth=DEPTH, has_combs={has_combs}, has_evidence=True,
             device=device,
         )
         for _ in range(25):
-            record = make_record(draw, lens, {has_trees})
+            record = make_record(draw, lens, {has_combs})
             for observer in plain:
                 observer.observe(record)
             captured.observe(record)

@@ -41,7 +41,7 @@ MEASURED = json.loads(json.dumps({"settings": asdict(SETTINGS)}))
         (Arm("random", 2, 1), None),
         (Arm("sglang", 3, draft="eagle"), None),
         (Arm("sglang", 3, draft="ngram"), None),
-        (Arm("tetris", 4, 2, num_steps=3, topk=2), None),
+        (Arm("sglang", 4, num_steps=3, topk=2), None),
     ],
 )
 def test_arms_as_the_simulators_policies(arm, policy):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower, propose_matches
+from tetris_sglang.drafting import ChainGrower, CombGrower, Proposal, propose_matches
 from tetris_sglang.estimates import Calibration, EvidenceOffsets
 from tetris_sglang.estimates.estimator import AcceptanceEstimator
 from tetris_sglang.selection import survival_from_probs
@@ -80,30 +80,26 @@ def read_kinds(proposal: Proposal, match: Match) -> list[list[int]]:
     return (evidence % KINDS).tolist()
 
 
-def make_grower(branching: tuple[int, int], tokens, probs, calibrate, match):
-    num_expanded, num_children = branching
-    if num_children == 1:
-        return ChainGrower(tokens, probs, calibrate, match)
-    return TreeGrower(tokens, probs, calibrate, match, num_expanded)
+def make_grower(tokens, probs, calibrate, match):
+    return (ChainGrower if tokens.shape[1] == 1 else CombGrower)(tokens, probs, calibrate, match)
 
 
-def grow(seed: int, batch: int, branching: tuple[int, int], depth: int, calibrate):
+def grow(seed: int, batch: int, num_children: int, depth: int, calibrate):
     """(proposal, match) of random drafts, every other one of which follows the match."""
     generator = torch.Generator().manual_seed(seed)
     match = random_match(generator, batch, depth)
-    num_expanded, num_children = branching
 
-    def draw(level: int, *above: int):
-        tokens = torch.rand(batch, *above, VOCAB, generator=generator).argsort(dim=-1)[..., :num_children]
-        copied = match.tokens[:, level].view(-1, *[1] * (tokens.ndim - 1))
-        lucky = torch.rand(batch, *above, 1, generator=generator) < 0.5
+    def draw(level: int):
+        tokens = torch.rand(batch, VOCAB, generator=generator).argsort(dim=-1)[..., :num_children]
+        copied = match.tokens[:, level, None]
+        lucky = torch.rand(batch, 1, generator=generator) < 0.5
         new = lucky & ~(tokens == copied).any(dim=-1, keepdim=True)
         tokens[..., :1] = torch.where(new, copied, tokens[..., :1])
         return tokens, torch.rand(*tokens.shape, generator=generator).clamp(0.01, 0.99)
 
-    grower = make_grower(branching, *draw(0), calibrate, match)
+    grower = make_grower(*draw(0), calibrate, match)
     for level in range(1, depth):
-        grower.grow(*draw(level, num_expanded))
+        grower.grow(*draw(level))
     return grower.finish(1000), match
 
 
@@ -150,9 +146,7 @@ def test_without_calibration_a_longer_match_is_believed_more():
     assert probs[1, 0] < probs[1, 1] < probs[2, 0] < probs[2, 1]
 
 
-BRANCHINGS = st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)])
-"""Expanded nodes of a level, and children of each: chains, combs and trees."""
-SHAPES = st.tuples(SEEDS, st.integers(1, 3), BRANCHINGS, st.integers(1, 5))
+SHAPES = st.tuples(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
 
 
 @given(SHAPES)
@@ -171,7 +165,7 @@ def test_every_node_carries_what_the_match_says_of_it(shape):
 
 @given(SHAPES)
 def test_what_is_copied_is_the_match_s_and_stands_once(shape):
-    _, _, (_, num_children), depth = shape
+    _, _, num_children, depth = shape
     proposal, match = grow(*shape, ALWAYS)
     for request, paths in enumerate(read_paths(proposal)):
         copied, match_len = match.tokens[request].tolist(), int(match.match_lens[request])
@@ -190,22 +184,18 @@ def test_what_is_copied_is_the_match_s_and_stands_once(shape):
 
 @given(SHAPES)
 def test_a_copied_token_needs_the_better_score(shape):
-    seed, batch, branching, _ = shape
-    num_expanded, num_children = branching
+    seed, batch, num_children, _ = shape
     generator = torch.Generator().manual_seed(seed)
     match = random_match(generator, batch, 1)
     tokens = torch.rand(batch, VOCAB, generator=generator).argsort(dim=-1)[..., :num_children]
     probs = torch.rand(batch, num_children, generator=generator)
-    grower = make_grower(branching, tokens, probs, SOMETIMES, match)
+    grower = make_grower(tokens, probs, SOMETIMES, match)
     for request in range(batch):
         mine, copied = tokens[request].tolist(), int(match.tokens[request, 0])
         takes = bool(match.match_lens[request]) and copied not in mine and float(probs[request, -1]) < SOMETIMES.copied_score
         offered = [*mine[:-1], copied] if takes else mine
-        if num_expanded == num_children:
-            assert grower.frontier_tokens[request].tolist() == offered
-        else:
-            scores = [*probs[request, :-1].tolist(), SOMETIMES.copied_score if takes else float(probs[request, -1])]
-            assert grower.frontier_tokens[request].tolist() == [offered[scores.index(max(scores))]]
+        scores = [*probs[request, :-1].tolist(), SOMETIMES.copied_score if takes else float(probs[request, -1])]
+        assert grower.frontier_tokens[request].tolist() == [offered[scores.index(max(scores))]]
     proposal = grower.finish(num_children)
     assert torch.equal(
         proposal.survival.where(~is_copied(proposal.evidence), 0.6),
@@ -215,7 +205,7 @@ def test_a_copied_token_needs_the_better_score(shape):
 
 def test_docstring_examples():
     found = Match(torch.tensor([[3, 9, 1]]), torch.tensor([2]))
-    choice = Matcher(found, NEVER).choose(0, torch.tensor([[[3, 4]]]), torch.tensor([[[0.5, 0.3]]]), torch.tensor([[True]]))
+    choice = Matcher(found, NEVER).choose(0, torch.tensor([[3, 4]]), torch.tensor([[0.5, 0.3]]), torch.tensor([[True]]))
     assert choice.agrees.tolist() == [[True, False]]
 
 
@@ -225,13 +215,12 @@ def test_nothing_is_asked_of_the_device_while_drafting():
         match = Match(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
         offsets = EvidenceOffsets(INITIAL_OFFSETS)
         matcher = Matcher(match, AcceptanceEstimator(3))
-        tokens, probs = torch.zeros(2, 1, 2, dtype=torch.int64), torch.ones(2, 1, 2)
+        tokens, probs = torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2)
         choice = matcher.choose(0, tokens, probs, matcher.exists)
-        tokens, probs = torch.zeros(2, 2, 2, dtype=torch.int64), torch.ones(2, 2, 2)
-        choice = matcher.choose(1, tokens, probs, choice.is_followed)
+        choice = matcher.choose(1, tokens, probs, choice.is_followed[:, :1])
         _, scores, evidence = matcher.score(slice(1, 2), 2, choice)
         offsets.observe(evidence, scores, choice.agrees, choice.agrees)
-        assert offsets.offsets(evidence).shape == (2, 4)
+        assert offsets.offsets(evidence).shape == (2, 2)
 
 
 # -- what evidence is worth ------------------------------------------------------------------------------------

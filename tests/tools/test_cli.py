@@ -241,9 +241,9 @@ def test_a_draft_without_a_model_is_said(plugins, environment):
 
 
 def test_a_draft_s_shape_is_said(plugins):
-    arguments = [*MODELS, "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"]
+    arguments = [*MODELS, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "7"]
     details = {finding.subject: finding.detail for finding in check_module._check_arguments(arguments)}
-    assert details["draft"] == "standalone, trees, 2 branches, 6 nodes"
+    assert details["draft"] == "standalone, chains with 1 runner-up of each token"
 
 
 def test_models_are_optional(plugins):

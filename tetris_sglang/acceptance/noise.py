@@ -34,10 +34,6 @@ class RequestNoise(NamedTuple):
     scales: Tensor
     """[rows] float32, the temperature; 0: greedy, the noise does nothing."""
 
-    def repeat(self, times: int) -> RequestNoise:
-        """`times` rows for each."""
-        return RequestNoise(*(part.repeat_interleave(times) for part in self))
-
 
 def exponentials(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """E for every row and token.

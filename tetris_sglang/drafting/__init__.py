@@ -1,13 +1,11 @@
-"""What a draft proposes: chains, or trees whose nodes stand in the order in which selection takes them; and what
-texts say of a draft, the request's own and others'."""
+"""What a draft proposes: chains, or combs whose nodes stand in the order in which selection takes them."""
 
-from tetris_sglang.drafting.growing import ChainGrower, Grower, TreeGrower, propose_matches
+from tetris_sglang.drafting.growing import ChainGrower, CombGrower, Grower, propose_matches
 from tetris_sglang.drafting.proposal import (
     Grid,
     Proposal,
     TreeShape,
     ancestor_mask,
-    count_nodes,
     drop_leaves,
     make_chains,
     make_grid,
@@ -16,13 +14,12 @@ from tetris_sglang.drafting.proposal import (
 
 __all__ = [
     "ChainGrower",
+    "CombGrower",
     "Grid",
     "Grower",
     "Proposal",
-    "TreeGrower",
     "TreeShape",
     "ancestor_mask",
-    "count_nodes",
     "drop_leaves",
     "make_chains",
     "make_grid",

@@ -97,11 +97,6 @@ def drop_leaves(grid: Grid, draft_lens: Tensor) -> Grid:
     return grid._replace(shape=None)
 
 
-def count_nodes(depth: int, num_expanded: int, num_children: int) -> int:
-    """Nodes that `TreeGrower` knows after `depth` levels: of each, `num_expanded` have `num_children` each."""
-    return num_children * (1 + (depth - 1) * num_expanded)
-
-
 def order_nodes(
     tokens: Tensor,
     survival: Tensor,

@@ -18,7 +18,6 @@ from tetris_sglang.config import (
     TetrisConfig,
     export_arguments,
 )
-from tetris_sglang.drafting import count_nodes
 from tetris_sglang.portable_cpu.defaults import ATTENTION_BACKEND
 from tetris_sglang.runtime.drafts import kind as draft_kind
 
@@ -26,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 # SGLang's own default for speculation (arg_groups/speculative_hook.py, _handle_eagle_family).
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
-MAX_TOPK = 16
+DEFAULT_CHILDREN, MAX_CHILDREN = 2, 4
+"""Tokens of a level: a chain's, and runners-up."""
 
 
 # -- flags and Engine arguments -----------------------------------------------------------------------------------
@@ -250,71 +250,49 @@ def validate_server_args(args) -> None:
 
 def _validate_shape(args, num_steps: int, kind: str, device: str, config: TetrisConfig) -> None:
     topk, num_draft_tokens = args.speculative_eagle_topk, args.speculative_num_draft_tokens
-    if topk is not None and not 1 <= topk <= MAX_TOPK:
+    if topk not in (None, 1):
         raise ValueError(
-            f"--speculative-eagle-topk {topk}: TETRIS drafts chains (1) or trees of 2 to {MAX_TOPK} branches. Choose a value "
-            f"in that range."
+            f"--speculative-eagle-topk {topk}: TETRIS drafts chains, and runners-up beside their tokens, which are as good as "
+            f"trees and take no further passes. Leave it out."
         )
-    topk = topk or 1
     if config.draws_drafts:
-        _validate_drawn(args, topk, kind, config)
-    if topk == 1 and not config.leaves:
-        _validate_chains(num_draft_tokens, num_steps)
+        _validate_drawn(args, kind, config)
+    if num_draft_tokens is None:
         return
-    given = f"--speculative-eagle-topk {topk}" if topk > 1 else f"--speculative-tetris-leaves {config.leaves}"
-    if topk > 1 and config.leaves:
+    given = f"--speculative-num-draft-tokens {num_draft_tokens} with --speculative-num-steps {num_steps}"
+    most = 1 + MAX_CHILDREN * num_steps
+    if not num_steps + 1 <= num_draft_tokens <= most:
         raise ValueError(
-            f"{given} and --speculative-tetris-leaves {config.leaves} are both given: one is for trees, the other for chains. "
-            f"Remove one of them."
+            f"{given}: a chain has {num_steps + 1} tokens, its root included; with runners-up, up to {most}. Choose a value in "
+            f"that range, or leave it out."
         )
+    if num_draft_tokens == num_steps + 1:
+        return
+    obstacle = _find_obstacle_to_runners_up(args, kind, device, config)
+    if obstacle is not None:
+        raise ValueError(f"{given} asks for runners-up beside a chain's tokens, and {obstacle}. Leave it out.")
+
+
+def _find_obstacle_to_runners_up(args, kind: str, device: str, config: TetrisConfig) -> str | None:
     if kind == draft_kind.NGRAM:
-        raise ValueError(
-            f"{given}: n-grams draft chains only. Leave it out, or give a model that drafts as --speculative-draft-model-path."
-        )
-    for name in _BACKEND_ARGUMENTS if device == "cuda" else ():
+        return "n-grams draft one chain"
+    if config.acceptance == "block":
+        return "--speculative-tetris-acceptance block judges chains alone"
+    for name in _BACKEND_ARGUMENTS[:-1] if device == "cuda" else ():  # the draft's own passes are chains
         if getattr(args, name) not in (None, "flashinfer"):
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} does not work with {given} under TETRIS: on GPUs the ragged "
-                f"trees of a batch are drafted and verified by flashinfer alone. Use it, or chains."
-            )
-    if (args.page_size or 1) != 1:
-        raise ValueError(
-            f"--page-size {args.page_size} does not work with {given} under TETRIS: branches of a tree would share pages. Use "
-            f"--page-size 1, or chains."
-        )
-    most = 1 + count_nodes(num_steps, topk, topk + config.leaves)
-    if num_draft_tokens is not None and not num_steps + 1 <= num_draft_tokens <= most:
-        raise ValueError(
-            f"--speculative-num-draft-tokens {num_draft_tokens}: a tree of --speculative-num-steps {num_steps} and "
-            f"{given} has at least {num_steps + 1} and at most {most} tokens, its root included. "
-            f"Choose a value in that range, or leave it out."
-        )
+            return f"--{name.replace('_', '-')} {getattr(args, name)} has no mask for them (flashinfer does)"
+    if device == "cuda" and args.kv_cache_dtype not in (None, "auto"):
+        return f"--kv-cache-dtype {args.kv_cache_dtype} keeps keys and values that cannot be moved where they belong"
+    return None
 
 
-def _validate_drawn(args, topk: int, kind: str, config: TetrisConfig) -> None:
+def _validate_drawn(args, kind: str, config: TetrisConfig) -> None:
     given = f"--speculative-tetris-acceptance {config.acceptance}"
     if kind == draft_kind.NGRAM:
         raise ValueError(f"{given}: n-grams have no probabilities to draw from. Leave it out.")
-    if topk > 1:
-        raise ValueError(
-            f"{given} judges chains, and runners-up beside them; --speculative-eagle-topk {topk} drafts trees. Drop one."
-        )
-    if config.acceptance == "block" and config.leaves:
-        raise ValueError(
-            f"{given} judges chains alone, and --speculative-tetris-leaves {config.leaves} is given. Use "
-            f"--speculative-tetris-leaves 0, or --speculative-tetris-acceptance rejection."
-        )
     if (args.tp_size or 1) > 1:
         raise ValueError(
             f"{given} with --tp-size {args.tp_size}: ranks would judge by their own rounding. Use --tp-size 1, or leave it out."
-        )
-
-
-def _validate_chains(num_draft_tokens: int | None, num_steps: int) -> None:
-    if num_draft_tokens not in (None, num_steps + 1):
-        raise ValueError(
-            f"--speculative-num-draft-tokens {num_draft_tokens} with --speculative-num-steps {num_steps}: a chain has "
-            f"{num_steps + 1} tokens, its root included. Leave the former out, or draft trees with --speculative-eagle-topk."
         )
 
 
@@ -443,14 +421,15 @@ def resolve_server_args(args) -> None:
     """Fill in what TETRIS implies. `args` is SGLang's recording stand-in: plain assignments are declared for us."""
     num_steps = _resolve_num_steps(args)
     kind = draft_kind.current_kind()
-    topk = args.speculative_eagle_topk or 1
-    args.speculative_eagle_topk = topk
+    args.speculative_eagle_topk = 1
     if args.speculative_num_draft_tokens is None:
         config = TetrisConfig.from_environment(num_steps)
         if kind == draft_kind.NGRAM and args.speculative_num_steps is None and config.capacity_is_automatic:
             num_steps *= 2  # no passes are needed
-        # As many nodes as so many chains have: enough to choose from.
-        args.speculative_num_draft_tokens = 1 + (topk + config.leaves) * num_steps
+        # A fixed capacity keeps to the paper's chains.
+        obstacle = _find_obstacle_to_runners_up(args, kind, validate_device(args.device), config)
+        num_children = DEFAULT_CHILDREN if config.capacity_is_automatic and obstacle is None else 1
+        args.speculative_num_draft_tokens = 1 + num_children * num_steps
     args.speculative_num_steps = num_steps
     if kind == draft_kind.MTP and args.speculative_draft_model_path is None:
         args.speculative_draft_model_path = args.model_path

@@ -145,7 +145,6 @@ SYMBOLS: tuple[Symbol, ...] = (
         _BAG + "spec.Spec",
         (
             "speculative_algorithm",
-            "speculative_eagle_topk",
             "speculative_num_steps",
             "speculative_num_draft_tokens",
         ),
@@ -341,7 +340,6 @@ SYMBOLS: tuple[Symbol, ...] = (
             "req_to_token_pool",
             "speculative_num_draft_tokens",
             "speculative_num_steps",
-            "topk",
             "hot_token_id",
         ),
         "loads the draft model and its attention backends",
@@ -363,7 +361,6 @@ SYMBOLS: tuple[Symbol, ...] = (
             "req_to_token_pool",
             "speculative_num_draft_tokens",
             "speculative_num_steps",
-            "topk",
         ),
         "loads a head, shares the target's embedding and output layer with it",
     ),

@@ -45,10 +45,10 @@ def check_kv_pool(kv_pool) -> None:
     ):
         return
     raise ValueError(
-        f"--kv-cache-dtype: draft trees move keys and values, which TETRIS cannot do in this server's "
+        f"--kv-cache-dtype: runners-up that are accepted move keys and values, which TETRIS cannot do in this server's "
         f"{type(kv_pool).__name__}: it wants rows of whole words of {WORD_BYTES} bytes, one after the other, and nothing "
-        f"beside them. Use --kv-cache-dtype auto, leave SGLANG_USE_HND_KVCACHE unset, or draft chains "
-        f"with --speculative-eagle-topk 1."
+        f"beside them. Use --kv-cache-dtype auto, leave SGLANG_USE_HND_KVCACHE unset, or draft chains: "
+        f"--speculative-num-draft-tokens one more than --speculative-num-steps."
     )
 
 

@@ -103,17 +103,14 @@ class TetrisWorker(BaseSpecWorker):
         """The pools are there: all that keeps something for every request is made."""
         super().alloc_memory_pool(**pools)
         runner, config = self._target_worker.model_runner, self.config
-        spec = DraftSpec(
+        spec = self._spec = DraftSpec(
             self.speculative_num_steps,
-            get_spec().speculative_eagle_topk,
             self.speculative_num_draft_tokens,
-            config.leaves,
             reads_hidden_states=self._kind in HEADS,
             draws=config.draws_drafts,
         )
         if spec.num_children > 1 and self.device == "cuda":
             check_kv_pool(runner.token_to_kv_pool)
-            check_kv_pool(self._draft_worker.draft_runner.token_to_kv_pool)
         num_slots = len(runner.req_to_token_pool.req_to_token)
         self._operations = get_operations(self.device, config.selection)
         # The worker's seed, which is resolved and the same on all ranks; the arguments have what was given.
@@ -159,7 +156,6 @@ class TetrisWorker(BaseSpecWorker):
         return StepRecorder(
             self.config,
             draft=self._kind,
-            topk=get_spec().speculative_eagle_topk,
             num_nodes=self._draft.count_nodes(self.speculative_num_steps),
             num_slots=num_slots,
             device=self.device,
@@ -214,7 +210,7 @@ class TetrisWorker(BaseSpecWorker):
             batch_sizes=runner.capture_bs,
             width=self.speculative_num_draft_tokens,
             max_depth=self.speculative_num_steps,
-            has_trees=get_spec().speculative_eagle_topk + self.config.leaves > 1,
+            has_combs=self._spec.num_children > 1,
             has_evidence=self._estimator is not None and not self.config.draws_drafts,
             device=self.device,
         )

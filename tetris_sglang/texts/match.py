@@ -140,7 +140,7 @@ class Choice(NamedTuple):
     probs: Tensor
     """float32, the draft's own, also where its token gave way."""
     was_followed: Tensor
-    """bool, or [batch, 1]: whether the match was followed down to the token's parent."""
+    """bool, or [batch, 1]: whether the match was followed down to the token before."""
     agrees: Tensor
     """bool, whether the draft's token is the match's."""
     is_copied: Tensor
@@ -180,42 +180,34 @@ class Matcher:
     def choose(self, level: int, tokens: Tensor, probs: Tensor, was_followed: Tensor) -> Choice:
         """Let the match's token take a place.
 
-        If a parent follows the match and none of its children does, the match's token takes the place of the last
-        of them, provided that it scores higher.
+        If the chain follows the match and none of the tokens does, the match's token takes the place of the last of them,
+        provided that it scores higher.
 
         Args:
             level: from 0.
-            tokens, probs: [batch, parents, children], the most likely ones first.
-            was_followed: [batch, parents] bool, of the parents.
-        Example: match tokens [[3, 9, 1]], match_lens [2], level 0, tokens [[[3, 4]]] -> agrees [[T, F]]
+            tokens, probs: [batch, children], the most likely ones first.
+            was_followed: [batch, 1] bool, of the token before them.
+        Example: match tokens [[3, 9, 1]], match_lens [2], level 0, tokens [[3, 4]] -> agrees [[T, F]]
         """
-        copied = self._match.tokens[:, level, None, None]
+        copied = self._match.tokens[:, level, None]
         agrees = tokens == copied
-        takes = (probs < self._copy_below[:, level, None, None]) & was_followed[:, :, None]
-        if tokens.shape[2] > 1:
-            takes &= ~agrees.any(dim=2, keepdim=True)
-            takes[:, :, :-1] = False
-            was_followed = was_followed.repeat_interleave(tokens.shape[2], dim=1)
-        else:
-            takes &= ~agrees
-        tokens = torch.where(takes, copied, tokens)
-        return Choice(tokens.flatten(1), probs.flatten(1), was_followed, agrees.flatten(1), takes.flatten(1))
+        takes = (probs < self._copy_below[:, level, None]) & was_followed & ~agrees.any(dim=1, keepdim=True)
+        takes[:, :-1] = False
+        return Choice(torch.where(takes, copied, tokens), probs, was_followed, agrees, takes)
 
-    def score(
-        self, levels: slice, depths: int | Tensor, choice: Choice, num_children: int = 1
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def score(self, levels: slice, depths: int | Tensor, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
         """Calibrate drafts by what the match says of them.
 
         Args:
-            levels: of the choice's columns: one for all of them, or one each. depths: the same from 1, as `Calibrate` takes
-                them. num_children: of each parent, which stand side by side.
+            levels: of the choice's columns: one for all of them, which then stand side by side, or one each. depths: the same
+                from 1, as `Calibrate` takes them.
         Returns:
             probs [batch, n] float32, the draft's own, COPIED_PROB where copied; scores [batch, n] float32, calibrated;
             evidence [batch, n] int64 below NUM_EVIDENCE.
         """
         evidence = (self._contradicted[:, levels] - choice.agrees.to(torch.int64)).where(choice.was_followed, NO_EVIDENCE)
-        if num_children > 1:
-            is_runner_up = torch.arange(evidence.shape[1], device=evidence.device) % num_children > 0
+        if levels.stop - levels.start == 1:
+            is_runner_up = torch.arange(evidence.shape[1], device=evidence.device) > 0
             evidence = evidence + FIRST_RUNNER_UP * is_runner_up
         evidence = torch.where(choice.is_copied, self._copied[:, levels], evidence)
         probs = choice.probs.masked_fill(choice.is_copied, COPIED_PROB)

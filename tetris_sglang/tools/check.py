@@ -276,9 +276,10 @@ def _check_arguments(server_arguments: list[str]) -> Iterator[Finding]:
     yield Finding("ok", "attention backend", str(resolved.attention_backend))
     config = TetrisConfig.from_environment(resolved.speculative_num_steps)
     from tetris_sglang.runtime.drafts.kind import current_kind
+    from tetris_sglang.runtime.drafts.spec import count_children
 
-    topk = resolved.speculative_eagle_topk
-    shape = "chains" if topk == 1 else f"trees, {topk} branches, {resolved.speculative_num_draft_tokens - 1} nodes"
+    num_children = count_children(resolved.speculative_num_steps, resolved.speculative_num_draft_tokens)
+    shape = "chains" if num_children == 1 else f"chains with {num_children - 1} runner-up of each token"
     yield Finding("ok", "draft", f"{current_kind()}, {shape}")
     yield Finding("ok", "arguments", f"accepted: {_describe(config)}")
 

@@ -10,11 +10,9 @@ import torch
 from tetris_sglang.portable_cpu.activate import activate
 
 activate()  # as SGLang does, before its modules are imported
-from tetris_sglang.acceptance import perturb
-from tetris_sglang.runtime.drafts import passes as passes_module
-from tetris_sglang.runtime.drafts.passes import DraftPasses, Places, most_likely
+from tetris_sglang.acceptance import RequestNoise, perturb
+from tetris_sglang.runtime.drafts.passes import DraftPasses, most_likely
 from tetris_sglang.runtime.drafts.spec import DraftSpec
-from tetris_sglang.runtime.drafts.windows import Window
 from tetris_sglang.texts import trust
 
 
@@ -27,37 +25,33 @@ def test_most_likely_tokens_and_their_probabilities(count):
     torch.testing.assert_close(probs, expected.values)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_every_branch_has_a_state_of_its_own(batch_size, monkeypatch):
-    """Layers add to their states in place: branches that shared one would change each other's."""
-    monkeypatch.setattr(passes_module, "move_kv", lambda *_: None)
-    num_steps, branches, width = 3, 2, 4
-    spec = DraftSpec(num_steps, branches, 9, 0, reads_hidden_states=True)
-    runner = SimpleNamespace(attn_backend=None, token_to_kv_pool=None)
-    worker = SimpleNamespace(
-        draft_runner=runner, hot_token_id=None, draft_attn_backend=SimpleNamespace(attn_backends=[None] * num_steps)
-    )
-    seen = []
+def make_passes(num_children: int = 2, hot_token_id=None, draws: bool = True) -> DraftPasses:
+    spec = DraftSpec(3, 3 * num_children + 1, reads_hidden_states=True, draws=draws)
+    worker = SimpleNamespace(draft_runner=SimpleNamespace(), hot_token_id=hot_token_id)
+    return DraftPasses(worker, spec, trust, perturb, texts=None, vocab_size=40)
 
-    def forward(forward_batch, _backend):
-        rows = batch_size if forward_batch.spec_info is None else batch_size * branches
-        if forward_batch.spec_info is not None:
-            states = forward_batch.spec_info.hidden_states
-            seen.append(states.clone())
-            states.add_(torch.arange(rows)[:, None])
-        return SimpleNamespace(next_token_logits=torch.randn(rows, 11), hidden_states=torch.randn(rows, 5))
 
-    window = Window(torch.zeros(batch_size, width, dtype=torch.int64))
-    places = Places(
-        torch.zeros(batch_size, width, dtype=torch.int64),
-        torch.zeros(batch_size, width, dtype=torch.int64),
-        torch.zeros(batch_size, dtype=torch.int64),
-        torch.zeros(batch_size, branches, num_steps - 1, dtype=torch.int64),
-    )
-    first, rest = SimpleNamespace(spec_info=None), SimpleNamespace(spec_info=SimpleNamespace(hidden_states=None))
-    passes = DraftPasses(worker, spec, trust, perturb, texts=None, vocab_size=11)
-    passes.run(first, rest, window, places, None, None, num_steps, forward)
-    assert len(seen) == num_steps - 1
-    # The first level's branches begin with one state.
-    roots = seen[0].unflatten(0, (batch_size, branches))
-    assert torch.equal(roots[:, 0], roots[:, 1])
+@pytest.mark.parametrize("hot_token_id", [None, torch.arange(40).flip(0)[:30]])
+def test_selection_knows_nothing_of_what_was_drawn(hot_token_id):
+    """Else rules for drafts from the draft's own law are biased: the tokens differ from seed to seed, their scores do not."""
+    rows = 5
+    logits = 2 * torch.randn(rows, 40 if hot_token_id is None else 30, generator=torch.Generator().manual_seed(0))
+    scales = torch.tensor([1.0, 0.7, 1.0, 2.0, 0.0])
+    passes, drawn = make_passes(hot_token_id=hot_token_id), []
+    for seed in range(40):
+        tokens, probs, law = passes._choose(logits, RequestNoise(torch.arange(rows) + 100 * seed, scales), torch.arange(rows))
+        drawn.append(tokens)
+        expected = torch.softmax(logits / torch.where(scales == 0, 1.0, scales)[:, None], dim=1).topk(2, dim=1).values
+        torch.testing.assert_close(probs, expected)
+        assert (tokens[:, 0] != tokens[:, 1]).all()
+    drawn = torch.stack(drawn)
+    assert (drawn[:, :4] != drawn[0, :4]).any(dim=0).all() and (drawn[:, 4] == drawn[0, 4]).all()
+    # The law is what the first tokens come from; a greedy request's has one token.
+    assert law.shape == (rows, 40) and law[4, drawn[0, 4, 0]] == 1
+    torch.testing.assert_close(law.sum(dim=1), torch.ones(rows))
+    # And with the noise that the target draws with, the scores say how far ahead of the others a token is.
+    scores = [
+        make_passes(draws=False)._choose(logits, RequestNoise(torch.arange(rows) + seed, scales), torch.arange(rows))[1]
+        for seed in (0, 1)
+    ]
+    assert hot_token_id is not None or not torch.equal(*scores)

@@ -27,7 +27,6 @@ def make_recorder(tmp_path):
         return StepRecorder(
             config,
             draft="eagle",
-            topk=2,
             num_nodes=NUM_NODES,
             num_slots=8,
             device="cpu",
@@ -66,7 +65,7 @@ def test_chains(make_recorder, read):
     recorder.write()
     trace = read()
     assert trace.header.items() >= {
-        "draft": "eagle", "topk": 2, "num_nodes": NUM_NODES, "capacity_per_request": 2.5, "selection": "tetris",
+        "draft": "eagle", "num_nodes": NUM_NODES, "capacity_per_request": 2.5, "selection": "tetris",
         "calibration": True, "sglang": "0.5.23",
     }.items()  # fmt: skip
     assert "record" not in trace.header

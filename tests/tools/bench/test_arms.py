@@ -59,8 +59,8 @@ def test_other_drafts_and_trees_are_arms_of_their_own():
     arms = {arm.name: arm for arm in settings.build_arms()}
     assert list(arms) == [
         "none",
-        *("EAGLE3 k=2", "tetris eagle3 k=2+4", "EAGLE3 k=6", "tetris eagle3 k=6+4"),
-        *("EAGLE3 topk=2 k=6", "tetris eagle3 topk=2 k=6+4"),
+        # SGLang's own alone drafts trees.
+        *("EAGLE3 k=2", "tetris eagle3 k=2+4", "EAGLE3 k=6", "EAGLE3 topk=2 k=6", "tetris eagle3 k=6+4"),
         # N-grams have no trees.
         *("NGRAM k=2", "tetris ngram k=2+4", "NGRAM k=6", "tetris ngram k=6+4"),
     ]
@@ -76,9 +76,8 @@ def test_other_drafts_and_trees_are_arms_of_their_own():
         "--speculative-eagle-topk": "2",
         "--speculative-num-draft-tokens": "7",
     }
-    tree = flags("tetris eagle3 topk=2 k=6+4")
-    assert tree["--speculative-num-draft-tokens"] == "11" and tree["--speculative-num-steps"] == "3"
-    assert tree["--speculative-tetris-capacity-per-request"] == "6"
+    chain = flags("tetris eagle3 k=6+4")
+    assert chain["--speculative-num-steps"] == "10" and chain["--speculative-tetris-capacity-per-request"] == "6"
     assert "--speculative-draft-model-path" not in flags("tetris ngram k=2+4", None)
 
 
@@ -158,16 +157,6 @@ def test_the_same_drafts_are_verified_in_full_once_per_depth():
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert given["--speculative-num-steps"] == given["--speculative-tetris-capacity-per-request"] == "3"
     assert given["--speculative-tetris-selection"] == "tetris"
-
-
-def test_in_full_every_node_of_a_tree_is_verified():
-    settings = make_settings(arms="none,full", k="6", extra="4", num_steps=3, drafts="eagle", topk="2", capacity_tokens="none")
-    (_, arm) = settings.build_arms()
-    flags = arm.flags("head", phase_times=False)
-    given = dict(zip(flags[::2], flags[1::2], strict=True))
-    assert arm.name == "full eagle topk=2 D=10" and given["--speculative-num-steps"] == "3"
-    assert given["--speculative-num-draft-tokens"] == "11"  # the root, too
-    assert given["--speculative-tetris-capacity-per-request"] == "10"
 
 
 def test_adaptive_takes_a_head_and_leaves_the_steps_to_sglang():
@@ -426,14 +415,18 @@ def test_automatic_arms_leave_the_shape_to_the_server():
     assert [arm.name for arm in arms] == ["auto eagle D=4", "auto ngram D=8"]
     for arm in arms:
         assert "--speculative-num-draft-tokens" not in arm.flags("folder", phase_times=False)
+    settings = make_settings(arms="auto", num_steps=4, drafts="eagle,ngram", num_draft_tokens="5,13")
+    arms = [arm for arm in settings.build_arms() if arm.family == "auto"]
+    assert [arm.name for arm in arms] == ["auto eagle D=4", "auto eagle D=4 of 5", "auto eagle D=4 of 13", "auto ngram D=8"]
+    assert arms[2].flags("folder", phase_times=False)[-2:] == ["--speculative-num-draft-tokens", "13"]
 
 
 def test_variants_of_the_default_differ_in_one_setting():
-    settings = make_settings(arms="none,auto", variants="leaves=1,shared-texts=on")
+    settings = make_settings(arms="none,auto", variants="calibration=off,shared-texts=on")
     _, default, *others = settings.build_arms()
-    assert [arm.name for arm in others] == [f"{default.name} leaves=1", f"{default.name} shared-texts=on"]
+    assert [arm.name for arm in others] == [f"{default.name} calibration=off", f"{default.name} shared-texts=on"]
     shared = others[1].flags("head", False)
     assert shared == [*default.flags("head", False), "--speculative-tetris-shared-texts", "on"]
-    for bad, message in (("speed=1", "no such speed"), ("leaves", "give NAME=VALUE")):
+    for bad, message in (("speed=1", "no such speed"), ("draft", "give NAME=VALUE")):
         with pytest.raises(ValueError, match=message):
             make_settings(variants=bad)

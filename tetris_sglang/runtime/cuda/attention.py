@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.runtime.cuda.verify_plan import VerifyPlan
+from tetris_sglang.runtime.drafts.spec import count_children
 
 
 class TetrisFlashInferBackend(FlashInferAttnBackend):
@@ -30,7 +31,7 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
         self._verify_plans: dict[int, VerifyPlan] = {}
         """By token tier."""
         self._width = get_spec().speculative_num_draft_tokens
-        self._drafts_trees = get_spec().speculative_eagle_topk + config.leaves > 1
+        self._drafts_combs = count_children(get_spec().speculative_num_steps, self._width) > 1
         self._packed_mask: Tensor | None = None
         """Shared by all tiers: one pass runs at a time."""
 
@@ -46,7 +47,7 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
         else:
             plan = self._verify_plans[tier]
         plan.set_lengths(layout.verify_lens, forward_batch.seq_lens)
-        if self._drafts_trees:
+        if self._drafts_combs:
             mask = spec_info.custom_mask
             if mask is None:  # in capture
                 mask = torch.zeros(0, dtype=torch.bool, device=self.workspace_buffer.device)
@@ -81,7 +82,7 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
             q_dtype=updater.q_data_type,
             kv_dtype=updater.data_type,
             on_device=self._on_device,
-            packed_mask=self._mask_buffer(num_requests, num_rows) if self._drafts_trees else None,
+            packed_mask=self._mask_buffer(num_requests, num_rows) if self._drafts_combs else None,
         )
 
     def _mask_buffer(self, num_requests: int, num_rows: int) -> Tensor:

@@ -26,7 +26,7 @@ class CapturedObservers:
         observers: whose `observe` never waits, keeps its state in place on the device, and does the same whatever it is shown.
         texts: among them, or not; plain steps that wait in it are written down before a step that drafted.
         batch_sizes: to capture. width: columns of the grid, the root's included. max_depth: of any node.
-        has_trees, has_evidence: of the proposals.
+        has_combs, has_evidence: of the proposals.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CapturedObservers:
         batch_sizes: Sequence[int],
         width: int,
         max_depth: int,
-        has_trees: bool,
+        has_combs: bool,
         has_evidence: bool,
         device: torch.device | str,
     ) -> None:
@@ -53,8 +53,8 @@ class CapturedObservers:
         self._target_tokens = zeros(width)
         self._probs = zeros(num_nodes, dtype=torch.float32)
         self._evidence = zeros(num_nodes) if has_evidence else None
-        self._parents, self._depths = (zeros(width) if has_trees else None for _ in range(2))
-        self._path = zeros(max_depth + 1) if has_trees else None
+        self._parents, self._depths = (zeros(width) if has_combs else None for _ in range(2))
+        self._path = zeros(max_depth + 1) if has_combs else None
         self._max_depth = max_depth
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._fill(0, size)

@@ -145,7 +145,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         return Window(self._tokens[:size], counts, None if states is None else states[:size])
 
     def _make_batches(self, size: int) -> tuple[ForwardBatch, ForwardBatch]:
-        buffers, device, width, branches = self.buffers, self.device, self._width, self.topk
+        buffers, device, width = self.buffers, self.device, self._width
         shared = {
             "batch_size": size,
             "input_ids": None,
@@ -169,12 +169,12 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         )
         rest = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            out_cache_loc=torch.zeros(size * branches * (self.speculative_num_steps - 1), dtype=torch.int64, device=device),
+            out_cache_loc=torch.zeros(size * (self.speculative_num_steps - 1), dtype=torch.int64, device=device),
             # FlashInfer's planner reads the lengths from here.
-            positions=self._draft_lens[:size].repeat_interleave(branches),
+            positions=self._draft_lens[:size],
             spec_info=EagleDraftInput(
-                num_tokens_per_req=branches,
-                num_tokens_for_logprob_per_req=branches,
+                num_tokens_per_req=1,
+                num_tokens_for_logprob_per_req=1,
                 capture_hidden_mode=self._spec.hidden_mode,
             ),
             **shared,
@@ -235,7 +235,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         for planned in (first, rest):
             planned.seq_lens_cpu = None if seq_lens_cpu is None else self._draft_lens_cpu[:size]
             planned.seq_lens_sum = None if seq_lens_cpu is None else int(self._draft_lens_cpu[:size].sum())
-        rest.positions = self._draft_lens[:size].repeat_interleave(self.topk)
+        rest.positions = self._draft_lens[:size]
         self._plan(first, rest if depth > 1 else None)
         outputs = self._replay_graph(self._key(size, depth), rest)
         outputs = [output[:batch_size].clone() for output in outputs]

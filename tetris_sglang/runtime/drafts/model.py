@@ -1,7 +1,7 @@
 """Drafting with a model: a standalone one, or a head (EAGLE, EAGLE3, multi-token prediction) that reads the target's states.
 
 Each step's first pass takes a window of tokens per request: those whose draft KV is missing, the bonus token last. Further
-passes take one token per request and branch. Differs from upstream (sglang/srt/speculative/eagle_worker_v2.py) in this:
+passes take one token per request. Differs from upstream (sglang/srt/speculative/eagle_worker_v2.py) in this:
 
 - The window's pass comes before drafting and returns what drafting starts from. Upstream runs it after verification, over
   the whole verified width. Windows are aligned to their ends, so all lengths are known on the host, whatever was accepted.
@@ -9,8 +9,6 @@ passes take one token per request and branch. Differs from upstream (sglang/srt/
   prompt without its first token. Drafting chains has already written the KV of every accepted token but the deepest, so
   the window is two tokens: the last committed one (rewritten with the same value, or written for the first time if all
   drafts were accepted) and the bonus token.
-- A branch of a tree attends to its own ancestors. Upstream's branches keep the KV that earlier tokens left in their rows,
-  also when the node expanded there descends from another row's.
 """
 
 from __future__ import annotations
@@ -228,6 +226,6 @@ class ModelDraft:
         ends = batch.seq_lens + extra
         ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
         first = passes.plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
-        rest = passes.plan_branches(batch, places, ends, ends_cpu) if depth > 1 else None
+        rest = passes.plan_rest(batch, places, ends, ends_cpu) if depth > 1 else None
         match = passes.find_match(batch.req_pool_indices, depth)
         return passes.run(first, rest, window, places, noise, match, depth, passes.forward)

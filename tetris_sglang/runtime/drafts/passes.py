@@ -1,4 +1,4 @@
-"""The passes of a draft model: one over each request's window, the others over one token per request and branch."""
+"""The passes of a draft model: one over each request's window, the others over one token per request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from torch import Tensor
 
 from tetris_sglang.acceptance import RequestNoise
-from tetris_sglang.drafting import ChainGrower, Proposal, TreeGrower
+from tetris_sglang.drafting import ChainGrower, CombGrower, Grower, Proposal
 from tetris_sglang.runtime.drafts.spec import DraftSpec
 from tetris_sglang.runtime.drafts.windows import Window, make_window_input
-from tetris_sglang.runtime.kv_moves import move_kv
 from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.texts import Calibrate, Match
 
@@ -28,10 +27,10 @@ class Places(NamedTuple):
     """[batch, width] int64."""
     window_slots: Tensor
     """[batch, width] int64; the padding slot 0 for what is not real."""
-    branch_positions: Tensor
+    next_positions: Tensor
     """[batch] int64, the position after the window's."""
-    branch_slots: Tensor
-    """[batch, branches, depth - 1] int64."""
+    next_slots: Tensor
+    """[batch, depth - 1] int64, of the passes behind it."""
 
 
 class DraftPasses:
@@ -71,12 +70,8 @@ class DraftPasses:
         slots = table[rows, positions].to(torch.int64)
         if counts is not None:
             slots = torch.where(offsets >= -counts[:, None], slots, 0)
-        # Branch b lies b * num_steps further on, as upstream's draft attention backends expect.
-        branch = torch.arange(self.spec.topk, device=device) * self.spec.num_steps
-        step = torch.arange(depth - 1, device=device)
-        columns = end[:, None] + (branch[:, None] + step).flatten()
-        branch_slots = table[rows, columns].to(torch.int64).unflatten(1, (self.spec.topk, depth - 1))
-        return Places(positions, slots, end, branch_slots)
+        columns = end[:, None] + torch.arange(depth - 1, device=device)
+        return Places(positions, slots, end, table[rows, columns].to(torch.int64))
 
     def find_match(self, rows: Tensor, depth: int) -> Match | None:
         """Of the requests in these slots [batch], as deep as `depth` passes draft; see `RecentTexts.find`."""
@@ -98,57 +93,32 @@ class DraftPasses:
         Args:
             first: for the window's pass; rest: for the others.
             noise: [batch], of the target's draws; None: all requests are greedy.
-            forward: (forward_batch, attention backend) -> LogitsProcessorOutput of one row per request (and branch).
+            forward: (forward_batch, attention backend) -> LogitsProcessorOutput of one row per request.
         """
-        branches = self.spec.topk
         first.input_ids = window.tokens.reshape(-1)
         first.positions = places.window_positions.reshape(-1)
         first.out_cache_loc = places.window_slots.reshape(-1)
         output = forward(first, self.runner.attn_backend)
         # Drawn with after the token before.
-        positions = places.branch_positions + (self.spec.shift - 1)
+        positions = places.next_positions + (self.spec.shift - 1)
         tokens, probs, law = self._choose(output.next_token_logits, noise, positions)
         laws = [law]
-        if self.spec.num_children == 1:
-            grower = ChainGrower(tokens, probs, self._estimate, match)
-        else:
-            grower = TreeGrower(tokens, probs, self._estimate, match, num_expanded=branches)
-        states = output.hidden_states
-        if states is not None:
-            states = states[:, None].expand(-1, branches, -1)
-        noise = None if noise is None else noise.repeat(branches)
-        positions = positions.repeat_interleave(branches)
-        step_slots = places.branch_slots.permute(2, 0, 1).contiguous()
+        grower: Grower = (ChainGrower if self.spec.num_children == 1 else CombGrower)(tokens, probs, self._estimate, match)
+        step_slots = places.next_slots.T.contiguous()
         backends: Sequence = self.worker.draft_attn_backend.attn_backends if depth > 1 else ()
         for step, backend in zip(range(depth - 1), backends, strict=False):
-            if grower.frontier_rows is not None:
-                self._inherit(places.branch_slots[:, :, :step], grower.frontier_rows)
-                if states is not None:
-                    states = states.gather(1, grower.frontier_rows[:, :, None].expand_as(states))
             rest.input_ids = grower.frontier_tokens.reshape(-1)
-            rest.positions = (places.branch_positions + step).repeat_interleave(branches)
-            rest.out_cache_loc = step_slots[step].reshape(-1)
-            if states is not None:
-                # Rows of their own also where one request's branches begin with one state: layers add to them in place.
-                rest.spec_info.hidden_states = states.flatten(0, 1).contiguous()
+            rest.positions = places.next_positions + step
+            rest.out_cache_loc = step_slots[step]
+            if output.hidden_states is not None:
+                rest.spec_info.hidden_states = output.hidden_states
             output = forward(rest, backend)
             positions = positions + 1
             tokens, probs, law = self._choose(output.next_token_logits, noise, positions)
             laws.append(law)
-            grower.grow(tokens.unflatten(0, (-1, branches)), probs.unflatten(0, (-1, branches)))
-            if states is not None:
-                states = output.hidden_states.unflatten(0, (-1, branches))
+            grower.grow(tokens, probs)
         proposal = grower.finish(self.spec.count_nodes(depth))
         return proposal if law is None else proposal._replace(draft_probs=torch.stack(laws, dim=1))
-
-    def _inherit(self, branch_slots: Tensor, parent_rows: Tensor) -> None:
-        """Give every branch the KV of the branch that it now continues.
-
-        Args:
-            branch_slots: [batch, branches, written]. parent_rows: [batch, branches].
-        """
-        source = branch_slots.gather(1, parent_rows[:, :, None].expand_as(branch_slots))
-        move_kv(self.runner.token_to_kv_pool, branch_slots.flatten(1), source.flatten(1))
 
     def _choose(self, logits: Tensor, noise: RequestNoise | None, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The `num_children` tokens to offer in each row, in the target's vocabulary, and how likely they are.
@@ -235,19 +205,18 @@ class DraftPasses:
         forward_batch.mark_forward_metadata_ready()
         return forward_batch
 
-    def plan_branches(self, batch, places: Places, ends: Tensor, ends_cpu: Tensor | None) -> ForwardBatch:
+    def plan_rest(self, batch, places: Places, ends: Tensor, ends_cpu: Tensor | None) -> ForwardBatch:
         """Plan the attention of all further passes at once, as SGLang's multi-step draft backends do.
 
         Args:
             ends: as in `plan_window`.
         """
-        branches = self.spec.topk
         batch.forward_mode = ForwardMode.DECODE
         batch.input_ids = None
-        batch.out_cache_loc = places.branch_slots.reshape(-1)
+        batch.out_cache_loc = places.next_slots.reshape(-1)
         batch.spec_info = EagleDraftInput(
-            num_tokens_per_req=branches,
-            num_tokens_for_logprob_per_req=branches,
+            num_tokens_per_req=1,
+            num_tokens_for_logprob_per_req=1,
             capture_hidden_mode=self.spec.hidden_mode,
         )
         forward_batch = ForwardBatch.init_new(
@@ -259,7 +228,7 @@ class DraftPasses:
         forward_batch.return_logprob = False
         _set_lengths(forward_batch, ends, ends_cpu)
         # FlashInfer's planner reads the lengths from here.
-        forward_batch.positions = places.branch_positions.repeat_interleave(branches)
+        forward_batch.positions = places.next_positions
         self.worker.draft_attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
         return forward_batch

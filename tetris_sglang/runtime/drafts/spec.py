@@ -6,23 +6,26 @@ from dataclasses import dataclass
 
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-from tetris_sglang.drafting import count_nodes
+
+def count_children(num_steps: int, num_draft_tokens: int) -> int:
+    """Tokens of each level, of SGLang's two flags.
+
+    Example: 6, 7 -> 1; 6, 8 -> 2; 6, 13 -> 2
+    """
+    return -(-(num_draft_tokens - 1) // num_steps)
 
 
 @dataclass(frozen=True)
 class DraftSpec:
     """A draft model's settings.
 
-    num_steps, topk, num_draft_tokens: SGLang's flags; the last one counts the root.
-    leaves: runners-up that are offered beside each token of a chain.
+    num_steps, num_draft_tokens: SGLang's flags; the latter counts the root.
     reads_hidden_states: a head, which reads the target's state with each token.
     draws: drafts of sampled requests come from the draft's own law, which acceptance will want.
     """
 
     num_steps: int
-    topk: int
     num_draft_tokens: int
-    leaves: int
     reads_hidden_states: bool
     draws: bool = False
 
@@ -34,14 +37,14 @@ class DraftSpec:
 
     @property
     def num_children(self) -> int:
-        """Tokens that are offered after each expanded one: of `topk` expanded ones a level."""
-        return self.topk + self.leaves
+        """Tokens that are offered after each of a chain: as many as it takes to have all nodes; 1: chains."""
+        return count_children(self.num_steps, self.num_draft_tokens)
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether drafting leaves the KV of accepted tokens in place, but for the last one's: heads
-        miss the target's states, trees the places. A leaf that is accepted is the last one."""
-        return self.topk == 1 and not self.reads_hidden_states
+        """Whether drafting leaves the KV of accepted tokens in place, but for the last one's (an accepted leaf is the last
+        one): heads miss the target's states."""
+        return not self.reads_hidden_states
 
     @property
     def window_width(self) -> int:
@@ -60,4 +63,4 @@ class DraftSpec:
 
     def count_nodes(self, depth: int) -> int:
         """Tokens that a request drafts with `depth` passes."""
-        return min(self.num_draft_tokens - 1, count_nodes(depth, self.topk, self.num_children))
+        return min(self.num_draft_tokens - 1, depth * self.num_children)

@@ -25,7 +25,7 @@ from tetris_sglang.trace import open_for_writing, row_type
 logger = logging.getLogger(__name__)
 
 # The settings that say how to read a trace.
-_DESCRIBED = ("num_steps", "capacity_per_request", "capacity_tokens", "selection", "calibration", "leaves")
+_DESCRIBED = ("num_steps", "capacity_per_request", "capacity_tokens", "selection", "calibration")
 
 
 class _Rows(NamedTuple):
@@ -44,7 +44,7 @@ class StepRecorder:
 
     Args:
         config: says where to, and how the server speculates.
-        draft: its kind. topk: its branches.
+        draft: its kind.
         num_nodes: most that a request drafts.
         num_slots: of running requests.
         device: "cuda" or "cpu".
@@ -57,7 +57,6 @@ class StepRecorder:
         config: TetrisConfig,
         *,
         draft: str,
-        topk: int,
         num_nodes: int,
         num_slots: int,
         device: str,
@@ -66,7 +65,6 @@ class StepRecorder:
             config.record,
             num_nodes,
             draft=draft,
-            topk=topk,
             **{name: getattr(config, name) for name in _DESCRIBED},
             sglang=version("sglang"),
             tetris_sglang=__version__,

@@ -20,7 +20,8 @@ class Arm:
 
     k: drafts verified per request and step, on average. extra: drafts beyond k that selection chooses from.
     capacity_tokens: instead of k, drafts verified per step over the whole batch, of num_steps drafted per request.
-    draft: what drafts, one of DRAFTS. topk: branches of a draft tree, which is num_steps deep; 1: chains.
+    draft: what drafts, one of DRAFTS. topk: of SGLang's own: branches of a draft tree, which is num_steps deep; 1: chains.
+    num_draft_tokens: of auto: columns per request, the root included; 0: the server's default.
     variant: of auto: one TETRIS setting that differs from its default, NAME=VALUE without --speculative-tetris-.
     """
 
@@ -31,6 +32,7 @@ class Arm:
     num_steps: int = 0
     draft: str = DRAFTS[0]
     topk: int = 1
+    num_draft_tokens: int = 0
     variant: str = ""
 
     @property
@@ -45,7 +47,7 @@ class Arm:
         if self.family == "adaptive":
             return name
         if self.family == "auto":
-            name += f" D={self.num_steps}"
+            name += f" D={self.num_steps}" + (f" of {self.num_draft_tokens}" if self.num_draft_tokens else "")
             return f"{name} {self.variant}".strip()
         if self.family == "full":
             return f"{name} D={self.k}"
@@ -75,16 +77,13 @@ class Arm:
             # Steps and their candidates are SGLang's: a number of ours may be none of them.
             return ["--speculative-algorithm", self.algorithm, *model, "--speculative-adaptive"]
         drafting = [*model, "--speculative-num-steps", str(self.num_steps or self.k + self.extra)]
-        if self.topk > 1 and self.family != "auto":
-            num_draft_tokens = self.k + self.extra + 1
-            drafting += ["--speculative-num-draft-tokens", str(num_draft_tokens)]
         if self.family == "sglang":
-            chain = ("--speculative-num-draft-tokens", str(self.k + 1)) if self.topk == 1 else ()
             branches = ("--speculative-eagle-topk", str(self.topk)) if self.draft != "ngram" else ()
-            return ["--speculative-algorithm", self.algorithm, *drafting, *branches, *chain]
-        if self.topk > 1:
-            drafting += ["--speculative-eagle-topk", str(self.topk)]
+            num_draft_tokens = ("--speculative-num-draft-tokens", str(self.k + 1))
+            return ["--speculative-algorithm", self.algorithm, *drafting, *branches, *num_draft_tokens]
         if self.family == "auto":
+            if self.num_draft_tokens:
+                drafting += ["--speculative-num-draft-tokens", str(self.num_draft_tokens)]
             if self.variant:
                 setting, _, value = self.variant.partition("=")
                 drafting += [f"--speculative-tetris-{setting}", value]

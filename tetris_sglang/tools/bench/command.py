@@ -84,12 +84,16 @@ def bench(
     topk: Annotated[
         str,
         typer.Option(
-            help="Branches of draft trees, --num-steps deep, of k + extra nodes; 1: chains. N-grams have chains alone."
+            help="Of SGLang's own: branches of draft trees, --num-steps deep, of k nodes; 1: chains. N-grams have chains alone."
         ),
     ] = "1",
+    num_draft_tokens: Annotated[
+        str | None,
+        typer.Option(help="More auto arms, each with this --speculative-num-draft-tokens: --num-steps + 1 for chains alone."),
+    ] = None,
     variants: Annotated[
         str | None,
-        typer.Option(help="More auto arms, each with one other --speculative-tetris setting, e.g. leaves=1,shared-texts=on."),
+        typer.Option(help="More auto arms, each with one other --speculative-tetris setting, e.g. shared-texts=on."),
     ] = None,
     workload: Annotated[
         str, typer.Option(help=f"Prompts, of at most {MAX_CHARS} characters: {', '.join(WORKLOADS)}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -51,6 +51,9 @@ class Settings:
     capacity_tokens: tuple[int, ...]
     num_steps: int
     topk: tuple[int, ...]
+    """Of SGLang's own."""
+    num_draft_tokens: tuple[int, ...]
+    """Of auto, beside the server's default."""
     variants: tuple[str, ...]
     """Of auto, beside the default: NAME=VALUE each, a setting of TETRIS."""
     workload: str
@@ -95,35 +98,32 @@ class Settings:
             # It changes the depth of chains from an EAGLE head, and knows no other draft.
             heads = [draft for draft in self.drafts if draft in HEADS] or [HEADS[0]]
             arms += [Arm("adaptive", draft=head) for head in heads]
-        for draft, topk in product(self.drafts, self.topk):
-            if draft == "ngram" and topk > 1:
-                continue  # There are no trees of n-grams.
-            depth = self.num_steps if topk > 1 else 0
+        for draft in self.drafts:
             if "auto" in self.families:
-                # Chains of n-grams are as long by default: they need no passes.
-                num_steps = 2 * self.num_steps if draft == "ngram" else self.num_steps
-                variants = [one for one in self.variants if topk == 1 or not one.startswith("leaves")]
-                for variant in ("", *variants):
-                    arms.append(Arm("auto", num_steps=num_steps, draft=draft, topk=topk, variant=variant))
+                # Chains of n-grams are longer by default: they need no passes.
+                auto = Arm("auto", num_steps=2 * self.num_steps if draft == "ngram" else self.num_steps, draft=draft)
+                arms.append(auto)
+                arms += [replace(auto, num_draft_tokens=n) for n in self.num_draft_tokens if draft != "ngram"]
+                arms += [replace(auto, variant=variant) for variant in self.variants]
             for k in self.k:
-                arms += self._build_with_k(k, depth, draft, topk)
+                arms += self._build_with_k(k, draft)
         for draft, tokens in product(self.drafts, self.capacity_tokens if "tetris" in self.families else ()):
             arms.append(Arm("tetris", capacity_tokens=tokens, num_steps=self.num_steps, draft=draft))
         # Other k and extra can have the same sum, which is all that matters in full.
         return list(dict.fromkeys(arms))
 
-    def _build_with_k(self, k: int, depth: int, draft: str, topk: int) -> list[Arm]:
-        # A tree has at least as many nodes as levels; SGLang verifies all of them.
-        if topk > 1 and k < depth:
-            return []
-        common = {"num_steps": depth, "draft": draft, "topk": topk}
+    def _build_with_k(self, k: int, draft: str) -> list[Arm]:
         arms = []
-        if "sglang" in self.families:
-            arms.append(Arm("sglang", k, **common))
+        for topk in self.topk if "sglang" in self.families else ():
+            # A tree has at least as many nodes as levels; SGLang verifies all of them. There are no trees of n-grams.
+            if topk == 1:
+                arms.append(Arm("sglang", k, draft=draft))
+            elif draft != "ngram" and k >= self.num_steps:
+                arms.append(Arm("sglang", k, num_steps=self.num_steps, draft=draft, topk=topk))
         for extra in self.extra:
-            arms += [Arm(f, k, extra, **common) for f in ("tetris", "uniform", "random") if f in self.families]
+            arms += [Arm(f, k, extra, draft=draft) for f in ("tetris", "uniform", "random") if f in self.families]
             if "full" in self.families:
-                arms.append(Arm("full", k + extra, **common))
+                arms.append(Arm("full", k + extra, draft=draft))
         return arms
 
 
@@ -158,6 +158,7 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
         capacity_tokens=_split(chosen["capacity_tokens"], "--capacity-tokens", int, optional=True),
         num_steps=chosen["num_steps"],
         topk=_split(chosen["topk"], "--topk", int),
+        num_draft_tokens=_split(chosen.get("num_draft_tokens") or "none", "--num-draft-tokens", int, optional=True),
         variants=_read_variants(chosen.get("variants")),
         workload=_check_names([chosen["workload"]], "--workload", WORKLOADS)[0],
         dataset=chosen["dataset"],
