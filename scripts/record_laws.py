@@ -23,7 +23,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tetris_sglang.tools.load import render_chats
+from tetris_sglang.tools.prompts import render_chats
 from tetris_sglang.tools.real_model import ensure_target, find_head
 
 OUT = Path(__file__).resolve().parent.parent / "benchmarks/laws"
