@@ -81,7 +81,7 @@ def measure(batch: int, depth: int, context: int, rounds: int, round_ms: float, 
     def grow(match: Match | None) -> Proposal:
         grower = ChainGrower(tokens[:, :1], probs[:, :1], calibrate, match)
         for level in range(1, depth):
-            grower.grow(tokens[:, level, None, None], probs[:, level, None, None])
+            grower.grow(tokens[:, level, None], probs[:, level, None])
         return grower.finish(depth)
 
     evidence = grow(match).evidence

@@ -160,7 +160,7 @@ def draft_by_model(draft: PreTrainedModel, text: Text, depth: int) -> tuple[Tens
     # Without calibration nothing is copied.
     grower = ChainGrower(chains[:, :1], torch.ones(positions, 1), match=find_matches(text, depth))
     for level in range(1, depth):
-        grower.grow(chains[:, level, None, None], torch.ones(positions, 1, 1))
+        grower.grow(chains[:, level, None], torch.ones(positions, 1))
     evidence = grower.finish(depth).evidence
     return torch.stack(logits, dim=1), torch.stack(sharp, dim=1), evidence, accepted
 

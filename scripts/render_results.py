@@ -36,6 +36,7 @@ QUESTIONS = {
     "ablations": "What is each feature worth on real text?",
     "paper": "The paper's tables: k verified, extra drafts, batch.",
     "replay": "How good is the choice of drafts on recorded steps, up to an oracle?",
+    "acceptance": "How far is each rule of acceptance from what is possible?",
     "simulation": "Does the simulator predict what servers do?",
     "kernels": "What do the small steps of TETRIS cost?",
 }

@@ -71,6 +71,7 @@ ARGUMENTS = {
     # Plain steps in between, after which the draft's KV of what they emitted is caught up on.
     "perfect_switching": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(TARGET),
+        "--speculative-num-draft-tokens", str(NUM_STEPS + 1),
     ],
     "comb": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT),
@@ -108,6 +109,7 @@ ARGUMENTS = {
     ],
     "block": [
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--speculative-tetris-acceptance", "block",
+        "--speculative-tetris-capacity-per-request", "3",
     ],
 }  # fmt: skip
 AS_USERS_HAVE_THEM = ("auto",)

@@ -12,7 +12,7 @@ from tetris_sglang.capacity import StepPlan
 from tetris_sglang.drafting import Grid, Proposal, TreeShape, make_grid
 from tetris_sglang.observers import Observer, StepRecord
 from tetris_sglang.packing import AcceptedTokens, PackedTokens
-from tetris_sglang.runtime.acceptance import Acceptance
+from tetris_sglang.runtime.acceptance_rules import Acceptance
 from tetris_sglang.runtime.drafts.base import Draft
 from tetris_sglang.runtime.operations import Operations
 from tetris_sglang.runtime.planning.planner import StepPlanner

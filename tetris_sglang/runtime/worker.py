@@ -23,7 +23,7 @@ from tetris_sglang.capacity import (
 from tetris_sglang.config import TetrisConfig
 from tetris_sglang.estimates.estimator import AcceptanceEstimator
 from tetris_sglang.observers import Observer
-from tetris_sglang.runtime.acceptance import Acceptance, CoupledAcceptance, DrawnAcceptance
+from tetris_sglang.runtime.acceptance_rules import Acceptance, CoupledAcceptance, DrawnAcceptance
 from tetris_sglang.runtime.drafts.base import Draft
 from tetris_sglang.runtime.drafts.kind import HEADS, NGRAM, STANDALONE, current_kind
 from tetris_sglang.runtime.drafts.model import ModelDraft

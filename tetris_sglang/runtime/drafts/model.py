@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tetris_sglang.drafting import Proposal
 from tetris_sglang.observers import StepRecord
-from tetris_sglang.runtime.acceptance import Acceptance
+from tetris_sglang.runtime.acceptance_rules import Acceptance
 from tetris_sglang.runtime.drafts.kv import DraftKV
 from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.spec import DraftSpec
