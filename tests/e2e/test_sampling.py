@@ -107,7 +107,7 @@ def test_other_rules_have_the_targets_distribution(servers, plain, rule, prompt_
     assert p_value(draw(server, prompt_ids), exact) > 1e-4
     after = server.tetris_state()
     accepted, selected = (after[f"{n}_tokens"] - before[f"{n}_tokens"] for n in ("accepted", "selected"))
-    assert accepted > 0.1 * selected > 10, "next to nothing was accepted: nothing was tested"
+    assert accepted > 0.05 * selected > 10, "next to nothing was accepted: nothing was tested"
     each = [{} if i % 2 else PARAMS for i in range(16)]
     expected = plain.generate_all(mixed_prompts[:16], max_new_tokens=40)
     actual = server.generate_all(mixed_prompts[:16], each=each, max_new_tokens=40)
