@@ -82,7 +82,7 @@ class Server:
             seconds = self.seconds(batch_size, plan)
             tokens, total_s = tokens + batch_size + accepted, total_s + seconds
             if isinstance(policy, AutoCapacity):
-                policy.step_times.observe(shape, seconds * np.exp(self._noise * self._random.normal()))
+                policy.observe_time(shape, seconds * np.exp(self._noise * self._random.normal()))
         return tokens / total_s, plans
 
 

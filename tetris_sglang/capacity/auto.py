@@ -23,6 +23,9 @@ _GAIN_TO_LEAVE = 0.995
 """Of speculation against plain decoding: between them nothing changes."""
 _MIN_STEPS = 4
 """Steps of one kind before the other kind may follow."""
+_PLAIN_STEPS_TOGETHER = 4
+"""Plain steps of one batch size that are planned, and learnt from, once: next to what decodes, planning them one by one would
+cost a hundredth."""
 _FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 1, 64
 """Speculative steps after which one does something else: each look doubles them. In turns it goes to the full depth and
 verifies twice as much, to see what lies there and what it takes, and is a plain one, whose time nothing else shows."""
@@ -62,6 +65,11 @@ class AutoCapacity:
         self._random = np.random.default_rng(0)
         self._drawn: np.ndarray | None = None
         self._steps_with_drawn = 0
+        self._planned_size = 0
+        self._best = StepPlan(0, 0)
+        """The best speculative plan at the last evaluation, which was for that batch size; 0: more is known by now."""
+        self._plain_steps = 0
+        """One after the other, as far as their times have come in."""
         self.expected_gain = 1.0
         """Of the best speculative plan against plain decoding, at the last choice."""
         self.expected_accepted = 0.0
@@ -70,6 +78,13 @@ class AutoCapacity:
         """Of a plain step, and of that plan's."""
 
     def choose(self, batch_size: int, limits: DraftLimits, context_tokens: float = 0.0) -> StepPlan:
+        is_known = not self._speculates and batch_size == self._planned_size
+        if not is_known or self._steps_in_mode % _PLAIN_STEPS_TOGETHER == 0:
+            self._evaluate(batch_size, limits, context_tokens)
+        return self._keep_or_change(self._best, batch_size, context_tokens, limits)
+
+    def _evaluate(self, batch_size: int, limits: DraftLimits, context_tokens: float) -> None:
+        """Find the best speculative plan, and what it gains."""
         found = self._candidates.get(batch_size)
         if found is None:
             found = self._candidates[batch_size] = self._list_candidates(batch_size, limits)
@@ -86,8 +101,18 @@ class AutoCapacity:
         self.expected_gain = float(value[best] / value[0])
         self.expected_accepted = float(emitted[best] - 1)
         self.expected_seconds = float(seconds[0]), float(seconds[best])
-        plan = StepPlan(int(found.depths[best]), int(found.capacity_tokens[best]))
-        return self._keep_or_change(plan, batch_size, context_tokens, limits)
+        self._planned_size = batch_size
+        self._best = StepPlan(int(found.depths[best]), int(found.capacity_tokens[best]))
+
+    def observe_time(self, shape: StepShape, seconds: float) -> float | None:
+        """Learn from a step's time. Returns what was predicted for it; None: one of several plain steps that nothing is learnt
+        from."""
+        is_plain = shape.rows == shape.batch_size
+        self._plain_steps = self._plain_steps + 1 if is_plain else 0
+        # The first one after others may be all that shows what a plain step takes.
+        if is_plain and self._plain_steps % _PLAIN_STEPS_TOGETHER != 1:
+            return None
+        return self.step_times.observe(shape, seconds)
 
     def begin_step(self, shape: StepShape) -> None:
         """A step of this shape begins: what it takes longer than a plain one is charged."""
@@ -95,6 +120,7 @@ class AutoCapacity:
 
     def confirm(self, batch_size: int, expected: float | None, accepted: int) -> None:
         """Of one speculative step: what `AcceptCurves.observe` returned (None: not known), and what came true."""
+        self._planned_size = 0
         if expected is not None:
             self.curves.confirm(expected, accepted)
         self._allowance += accepted / batch_size

@@ -64,8 +64,9 @@ class StepPlanner:
         if self._auto is None:
             return self._limit(self.policy.choose(batch_size, self._limits), num_speculating)
         for step in self._clock.begin():
-            predicted_s = self._auto.step_times.observe(step.shape, step.seconds)
-            self._metrics.observe_step_time(predicted_s, step.seconds)
+            predicted_s = self._auto.observe_time(step.shape, step.seconds)
+            if predicted_s is not None:
+                self._metrics.observe_step_time(predicted_s, step.seconds)
         self._read_curves()
         context_tokens = _count_context_tokens(batch)
         plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
