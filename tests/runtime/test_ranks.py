@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.drafts.test_catch_up import make_missed
 from tetris_sglang.capacity import (
     AcceptCurves,
     AutoCapacity,
@@ -18,7 +17,6 @@ from tetris_sglang.capacity import (
     StepTimeModel,
     capacity_shares,
 )
-from tetris_sglang.runtime.drafts import catch_up
 from tetris_sglang.runtime.planning import pass_timing
 from tetris_sglang.runtime.planning.planner import StepPlanner
 from tetris_sglang.runtime.ranks import Ranks
@@ -107,28 +105,6 @@ def test_plans_are_the_first_ones(pair):
         planner = StepPlanner(policy, limits, metrics, "cpu", ranks)
         plans.append(planner.plan(SimpleNamespace(reqs=[None] * 2, seq_lens_sum=0)))
     assert plans == [StepPlan(4, 3)] * 2
-
-
-def test_ranks_catch_up_alike_whatever_has_come_in(pair, monkeypatch):
-    """The first one has read that no request misses more than one token; the second one has read nothing."""
-    missed = []
-    for ranks, has_come_in in zip(pair, (True, False), strict=True):
-        monkeypatch.setattr(
-            catch_up,
-            "HostCopy",
-            lambda *tensors, ready=has_come_in: SimpleNamespace(tensors=tensors, is_ready=ready),
-        )
-        missed.append(make_missed(ranks=ranks))
-        rows = torch.tensor([3, 1])
-        missed[-1].push(rows[:1], torch.tensor([7]))
-        missed[-1].push(rows[1:], torch.tensor([8]))
-    first, second = missed
-    assert (first.num_tokens, second.num_tokens) == (1, 1)
-    assert (first.max_tokens, second.max_tokens) == (1, 1)
-    taken = [each.take(rows) for each in missed]
-    assert [each.tokens.tolist() for each in taken] == [[[7], [8]]] * 2
-    # Nothing is missing now, and nobody has to be asked.
-    assert pair[1]._group._messages == [] and (first.num_tokens, second.num_tokens) == (0, 0)
 
 
 def test_times_are_the_first_ones_and_only_it_writes(pair, monkeypatch, tmp_path):

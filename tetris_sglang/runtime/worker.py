@@ -147,7 +147,6 @@ class TetrisWorker(BaseSpecWorker):
             # What a drawn token has in common with a match must not reach selection.
             texts=self._texts if self.config.calibration and not self.config.draws_drafts else None,
             acceptance=self._acceptance,
-            ranks=self._ranks,
         )
 
     def _make_recorder(self, num_slots: int) -> StepRecorder | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,18 +10,15 @@ import torch
 from tetris_sglang.runtime.drafts import catch_up
 from tetris_sglang.runtime.drafts.catch_up import MissedTokens
 from tetris_sglang.runtime.drafts.windows import Window, slide_window
-from tetris_sglang.runtime.ranks import Ranks
-
-ALONE = Ranks()
 
 
 def state_of(tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack((tokens, tokens * 2, -tokens), dim=-1).float()
 
 
-def make_missed(slots: int = 12, has_states: bool = False, ranks: Ranks = ALONE) -> MissedTokens:
+def make_missed(slots: int = 12, has_states: bool = False) -> MissedTokens:
     size = 3 if has_states else None
-    return MissedTokens(slots, hidden_size=size, dtype=torch.float32, device="cpu", ranks=ranks)
+    return MissedTokens(slots, hidden_size=size, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("width", [2, 4, 7])
@@ -48,7 +44,7 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
         for text in texts:
             text.append(text[-1] + 1)
         emitted = torch.tensor([text[-1] for text in texts])
-        assert missed.has_room()
+        assert missed.has_room
         missed.push(rows, emitted, state_of(emitted))
         longest = max(len(text) - start for text, start in zip(texts, starts, strict=True))
         assert missed.num_tokens == longest
@@ -78,45 +74,21 @@ def test_full_windows_lose_one_token_each_step():
     assert window.tokens.tolist() == [[9, 10], [90, 100]]
 
 
-def test_what_has_not_come_in_yet_counts_as_the_most_it_can_be(monkeypatch):
-    """On CUDA the host learns some steps later how much was emitted."""
-
-    readings = []
-
-    def copy_late(*tensors):
-        readings.append(SimpleNamespace(tensors=tensors, is_ready=False))
-        return readings[-1]
-
-    monkeypatch.setattr(catch_up, "HostCopy", copy_late)
-    missed, rows = make_missed(), torch.tensor([3, 1])
-    bounds = []
-    for step, running in enumerate((rows, rows[:1], rows[1:])):
-        missed.push(running, torch.tensor([10 * step, 10 * step + 1])[: len(running)])
-        if step:
-            readings[step - 1].is_ready = True
-        bounds.append(missed.num_tokens)
-    # What was after one step and after two, and a step that may have been the longest one's.
-    assert bounds == [1, 1 + 1, 2 + 1]
-    taken = missed.take(rows)
-    assert taken.counts.tolist() == [2, 2] and taken.tokens.tolist() == [[0, 10, 0], [1, 20, 0]]
-    assert missed.num_tokens == 0 and missed.max_tokens == 3
-
-
 def test_its_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 12 * 20 * (4 + 3 * 4))
     missed = make_missed(has_states=True)
     rows = torch.tensor([0])
     for _ in range(20):
-        assert missed.has_room()
+        assert missed.has_room
         missed.push(rows, torch.tensor([1]), torch.zeros(1, 3))
-    assert not missed.has_room()
+    assert not missed.has_room
     # A few steps find room whatever they take.
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 0)
     missed = make_missed()
     for _ in range(4):
-        assert missed.has_room()
+        assert missed.has_room
         missed.push(rows, torch.tensor([1]))
-    assert not missed.has_room()
+    assert not missed.has_room
 
 
 def test_who_has_just_been_prefilled_misses_nothing():

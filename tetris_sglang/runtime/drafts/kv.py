@@ -12,7 +12,6 @@ from tetris_sglang.runtime.drafts.kv_only import KVOnlyPasses
 from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.windows import Window, align_right, slide_window
 from tetris_sglang.runtime.host_copy import send
-from tetris_sglang.runtime.ranks import Ranks
 
 _CATCH_UP_ROWS = 4096
 """Rows of one pass that catches up."""
@@ -23,10 +22,9 @@ class DraftKV:
 
     Args:
         state_size: values of the target's state that the draft reads with a token; None: it reads none.
-        ranks: that catch up together.
     """
 
-    def __init__(self, passes: DraftPasses, state_size: int | None, ranks: Ranks) -> None:
+    def __init__(self, passes: DraftPasses, state_size: int | None) -> None:
         self._passes, self._spec = passes, passes.spec
         self._kv_only = KVOnlyPasses(passes.runner)
         table = passes.runner.req_to_token_pool.req_to_token
@@ -35,7 +33,6 @@ class DraftKV:
             hidden_size=state_size,
             dtype=passes.runner.model_config.dtype,
             device=table.device,
-            ranks=ranks,
         )
 
     def catch_up(self, batch, window: Window) -> Window:

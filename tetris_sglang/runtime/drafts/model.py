@@ -42,7 +42,6 @@ from tetris_sglang.runtime.drafts.windows import (
     replace_bonus,
 )
 from tetris_sglang.runtime.host_copy import send
-from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.texts import Calibrate
 
@@ -56,7 +55,7 @@ class ModelDraft:
         estimate: what the draft's probabilities are worth.
         perturb: as acceptance.noise.perturb, for the device.
         texts: where matches are looked up; None: drafts are scored without.
-        acceptance: says what is drawn with. ranks: that draft together.
+        acceptance: says what is drawn with.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class ModelDraft:
         perturb: Callable[..., Tensor],
         texts: RequestTexts | None,
         acceptance: Acceptance,
-        ranks: Ranks,
     ) -> None:
         self.spec, self.runner = spec, worker.draft_runner
         self.target_hidden_mode = spec.target_hidden_mode
@@ -77,7 +75,7 @@ class ModelDraft:
         self._target_runner, self._parallel_layout = target_runner, worker.parallel_layout
         self._texts, self._acceptance = texts, acceptance
         self._passes = DraftPasses(worker, spec, estimate, perturb, texts, target_runner.model_config.vocab_size)
-        self._kv = DraftKV(self._passes, state_size, ranks)
+        self._kv = DraftKV(self._passes, state_size)
         self._states: Tensor | None = None
         """[slots, window_width, state_size], the target's states of the windows of the requests in these slots."""
         if state_size is not None:
@@ -178,7 +176,7 @@ class ModelDraft:
     ) -> EagleDraftInput:
         """What a step in which the model did not run leaves undone."""
         accepted = record.accepted
-        if not self._kv.missed.has_room():
+        if not self._kv.missed.has_room:
             # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
             self._target_runner.shared_read_done_event = None
             window = self._kv.catch_up(record.batch, self._read_window(record.batch, draft_input))
