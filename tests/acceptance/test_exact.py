@@ -177,6 +177,16 @@ def select_uniformly(candidates, draft_probs):
 # --- decoding -----------------------------------------------------------------------------------------------
 
 
+def write_down(emits, num_accepted, output, emitted):
+    """Append what a step emits [REQUESTS, deepest + 1] to the requests that are not done; returns the new `emitted`."""
+    columns = torch.arange(emits.shape[1])
+    new = (columns <= num_accepted[:, None]) & (emitted < HORIZON)[:, None]
+    positions = (emitted[:, None] + 1 + columns).clamp(max=output.shape[1] - 1)
+    rows = torch.arange(REQUESTS)[:, None].expand_as(positions)
+    output[rows[new], positions[new]] = emits[new]
+    return emitted + new.sum(dim=1)
+
+
 def decode(draft, select, accept, seed):
     """Emit HORIZON tokens per request; returns [REQUESTS, HORIZON] and the draft_lens of the first step."""
     generator = torch.Generator().manual_seed(seed)
@@ -193,12 +203,7 @@ def decode(draft, select, accept, seed):
         num_accepted, bonus_tokens = accept(candidates, TARGET[candidates], draft_lens, generator, emitted)
         emits = torch.cat([drafts, drafts[:, :1]], dim=1)
         emits.scatter_(1, num_accepted.long()[:, None], bonus_tokens[:, None])
-        columns = torch.arange(MAX_DRAFT + 1)
-        new = (columns <= num_accepted[:, None]) & (emitted < HORIZON)[:, None]
-        positions = (emitted[:, None] + 1 + columns).clamp(max=output.shape[1] - 1)
-        rows = torch.arange(REQUESTS)[:, None].expand_as(positions)
-        output[rows[new], positions[new]] = emits[new]
-        emitted = emitted + new.sum(dim=1)
+        emitted = write_down(emits, num_accepted, output, emitted)
     return output[:, 1 : HORIZON + 1], first_draft_lens
 
 
@@ -332,12 +337,7 @@ def decode_combs(accept, capacity, seed):
         accepted, draws = accept(grid, draft_lens, generator)
         by_second_child += int(((accepted.path[:, 1] > 1) & (accepted.num_accepted > 0)).sum())
         emits = draws.gather(1, accepted.path)
-        columns = torch.arange(COMB_DEPTH + 1)
-        new = (columns <= accepted.num_accepted[:, None]) & (emitted < HORIZON)[:, None]
-        positions = (emitted[:, None] + 1 + columns).clamp(max=output.shape[1] - 1)
-        rows = torch.arange(REQUESTS)[:, None].expand_as(positions)
-        output[rows[new], positions[new]] = emits[new]
-        emitted = emitted + new.sum(dim=1)
+        emitted = write_down(emits, accepted.num_accepted, output, emitted)
     return output[:, 1 : HORIZON + 1], by_second_child
 
 

@@ -26,6 +26,7 @@ from tests.acceptance.test_exact import (
     select_on_largest_probs,
     select_uniformly,
     uniforms,
+    write_down,
 )
 from tetris_sglang.acceptance import AcceptResult
 from tetris_sglang.acceptance.block import accept_block
@@ -150,12 +151,7 @@ def decode_combs(accept, capacity, seed, score_drawn_tokens=False):
         by_runner_up += int((is_sibling[:, 1:].any(dim=1) & (accepted.num_accepted > 0)).sum())
         emits = grid.tokens.gather(1, accepted.path).roll(-1, dims=1)
         emits.scatter_(1, accepted.num_accepted.long()[:, None], accepted.bonus_tokens[:, None])
-        columns = torch.arange(MAX_DRAFT + 1)
-        new = (columns <= accepted.num_accepted[:, None]) & (emitted < HORIZON)[:, None]
-        positions = (emitted[:, None] + 1 + columns).clamp(max=output.shape[1] - 1)
-        rows = torch.arange(REQUESTS)[:, None].expand_as(positions)
-        output[rows[new], positions[new]] = emits[new]
-        emitted = emitted + new.sum(dim=1)
+        emitted = write_down(emits, accepted.num_accepted, output, emitted)
     return output[:, 1 : HORIZON + 1], by_runner_up
 
 
