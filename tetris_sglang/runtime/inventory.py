@@ -229,6 +229,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "out_cache_loc",
             "prefix_lens",
             "req_pool_indices",
+            "req_pool_indices_cpu",
             "req_to_token_pool",
             "reqs",
             "return_logprob",

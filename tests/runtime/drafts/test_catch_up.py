@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from tetris_sglang.runtime.drafts.windows import Window, slide_window
 
 def state_of(tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack((tokens, tokens * 2, -tokens), dim=-1).float()
+
+
+def batch_of(rows: torch.Tensor) -> SimpleNamespace:
+    """Of requests in these slots, as far as this reads a ScheduleBatch."""
+    return SimpleNamespace(req_pool_indices=rows, req_pool_indices_cpu=rows)
 
 
 def make_missed(slots: int = 12, has_states: bool = False) -> MissedTokens:
@@ -28,6 +34,7 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
     rng = random.Random(seed)
     batch, slots = 5, 12
     rows = torch.tensor(rng.sample(range(slots), batch))
+    running = batch_of(rows)
     missed = make_missed(slots, has_states=True)
     texts = [list(range(100 * r, 100 * r + rng.randint(1, width))) for r in range(batch)]
     tokens = torch.tensor([[0] * (width - len(text)) + text for text in texts])
@@ -36,7 +43,7 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
     for step in range(7):
         if step == 3:
             # The last request leaves, and another takes its slot, just prefilled.
-            missed.forget_rows(rows[joined : joined + 1])
+            missed.forget(batch_of(rows[joined : joined + 1]))
             texts[joined], starts[joined] = [901], 1
             tokens = window.tokens.clone()
             tokens[joined] = torch.tensor([0] * (width - 1) + [901])
@@ -44,12 +51,12 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
         for text in texts:
             text.append(text[-1] + 1)
         emitted = torch.tensor([text[-1] for text in texts])
-        assert missed.has_room
-        missed.push(rows, emitted, state_of(emitted))
+        assert missed.has_room(running)
+        missed.push(running, emitted, state_of(emitted))
         longest = max(len(text) - start for text, start in zip(texts, starts, strict=True))
-        assert missed.num_tokens == longest
+        assert missed.num_tokens(running) == longest
     assert missed.max_tokens >= longest
-    left, window = slide_window(window, missed.take(rows))
+    left, window = slide_window(window, missed.take(running))
     assert left.tokens.shape[1] == longest
     for r, text in enumerate(texts):
         count, kept = int(left.counts[r]), int(window.counts[r])
@@ -58,17 +65,17 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
         states = left.hidden_states[r, :count]
         assert torch.equal(states, state_of(torch.tensor(text[:count], dtype=torch.int64)).view(count, 3))
         assert torch.equal(window.hidden_states[r, width - kept :], state_of(torch.tensor(text[count:])))
-    assert missed.num_tokens == 0 and missed.max_tokens >= longest
-    assert missed.take(rows).tokens.shape[1] == 0
+    assert missed.num_tokens(running) == 0 and missed.max_tokens >= longest
+    assert missed.take(running).tokens.shape[1] == 0
 
 
 def test_full_windows_lose_one_token_each_step():
     """Standalone chains: every window is full, and no counts are kept."""
     missed = make_missed()
-    rows, window = torch.tensor([3, 1]), Window(torch.tensor([[7, 8], [70, 80]]))
+    running, window = batch_of(torch.tensor([3, 1])), Window(torch.tensor([[7, 8], [70, 80]]))
     for token in (9, 10):
-        missed.push(rows, torch.tensor([token, 10 * token]))
-    left, window = slide_window(window, missed.take(rows))
+        missed.push(running, torch.tensor([token, 10 * token]))
+    left, window = slide_window(window, missed.take(running))
     assert left.tokens.tolist() == [[7, 8], [70, 80]]
     assert left.counts.tolist() == [2, 2]
     assert window.tokens.tolist() == [[9, 10], [90, 100]]
@@ -77,27 +84,30 @@ def test_full_windows_lose_one_token_each_step():
 def test_its_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 12 * 20 * (4 + 3 * 4))
     missed = make_missed(has_states=True)
-    rows = torch.tensor([0])
+    running = batch_of(torch.tensor([0]))
     for _ in range(20):
-        assert missed.has_room
-        missed.push(rows, torch.tensor([1]), torch.zeros(1, 3))
-    assert not missed.has_room
+        assert missed.has_room(running)
+        missed.push(running, torch.tensor([1]), torch.zeros(1, 3))
+    assert not missed.has_room(running)
     # A few steps find room whatever they take.
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 0)
     missed = make_missed()
     for _ in range(4):
-        assert missed.has_room
-        missed.push(rows, torch.tensor([1]))
-    assert not missed.has_room
+        assert missed.has_room(running)
+        missed.push(running, torch.tensor([1]))
+    assert not missed.has_room(running)
 
 
 def test_who_has_just_been_prefilled_misses_nothing():
-    """After a plain period ended with its requests, the next step has nothing to catch up on."""
+    """Nor does what others miss, or who ended, make its next step wider, or find no room."""
     missed = make_missed()
-    rows = torch.tensor([2, 5])
-    missed.push(rows, torch.tensor([1, 2]))
-    assert missed.num_tokens == 1
-    missed.forget_rows(rows[:1])
-    assert missed.num_tokens == 1
-    missed.forget_rows(rows[1:])
-    assert missed.num_tokens == 0
+    old, new = batch_of(torch.tensor([2, 5])), batch_of(torch.tensor([5]))
+    for token in range(3):
+        missed.push(old, torch.tensor([token, 10 * token]))
+    missed.forget(new)
+    missed.push(new, torch.tensor([7]))
+    assert missed.num_tokens(old) == 3 and missed.num_tokens(new) == 1 and missed.max_tokens == 3
+    left = missed.take(new)
+    assert left.tokens.tolist() == [[7]] and left.counts.tolist() == [1]
+    left = missed.take(old)
+    assert left.tokens[0].tolist() == [0, 1, 2] and left.counts.tolist() == [3, 0]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.runtime.drafts.windows import Window
+from tetris_sglang.runtime.host_copy import send
 
 MEMORY_BYTES = 64 << 20
 """For tokens and, where the draft reads them, the target's states."""
@@ -17,7 +18,7 @@ _MIN_STEPS = 4
 class MissedTokens:
     """Tokens that no pass of the draft has seen, behind those of a request's window.
 
-    A step without the draft adds one to every running request, so none misses more than there were such steps.
+    How many is known to the host: one more per step without the draft.
 
     Args:
         num_slots: rows of SGLang's request-to-token table.
@@ -30,45 +31,43 @@ class MissedTokens:
         self._capacity = max(_MIN_STEPS, affordable)
         shape = (num_slots, self._capacity)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._states = None if hidden_size is None else torch.zeros((*shape, hidden_size), dtype=dtype, device=device)
-        self.num_tokens = 0
-        """No running request misses more."""
+        self._counts = torch.zeros(num_slots, dtype=torch.int64)
         self.max_tokens = 0
-        """The most that this has been: as many may be missing at the end of a cached prefix."""
+        """The most that a request has missed: as many may be missing at the end of a cached prefix."""
 
-    @property
-    def has_room(self) -> bool:
-        """For one more step."""
-        return self.num_tokens < self._capacity
+    def num_tokens(self, batch) -> int:
+        """The most that a request of this ScheduleBatch misses."""
+        return int(self._counts[batch.req_pool_indices_cpu].max())
 
-    def forget_rows(self, rows: Tensor) -> None:
-        """These slots [n] belong to requests just prefilled, by the draft, too."""
-        # Not by assignment, whose value would come from the host, after a wait (speculative/eagle_utils.py).
-        self._counts.index_fill_(0, rows, 0)
-        if self.num_tokens and not self._counts.is_cuda:
-            # Whoever has missed that many may have ended.
-            self.num_tokens = int(self._counts.max())
+    def has_room(self, batch) -> bool:
+        """For one more step of this ScheduleBatch."""
+        return self.num_tokens(batch) < self._capacity
 
-    def push(self, rows: Tensor, tokens: Tensor, states: Tensor | None = None) -> None:
+    def forget(self, batch) -> None:
+        """These requests have just been prefilled, by the draft, too."""
+        self._counts[batch.req_pool_indices_cpu] = 0
+
+    def push(self, batch, tokens: Tensor, states: Tensor | None = None) -> None:
         """One step, which emitted one token per request.
 
         Args:
-            rows: [batch] request slots. tokens: [batch] integers. states: [batch, hidden_size], the target's.
+            tokens: [batch] integers. states: [batch, hidden_size], the target's.
         """
-        columns = self._counts[rows]
+        rows, counts = batch.req_pool_indices, self._counts[batch.req_pool_indices_cpu]
+        columns = send(counts, rows.device)
         self._tokens[rows, columns] = tokens.to(torch.int32)
         if self._states is not None:
             self._states[rows, columns] = states.to(self._states.dtype)
-        self._counts[rows] = columns + 1
-        self.num_tokens += 1
-        self.max_tokens = max(self.max_tokens, self.num_tokens)
+        counts += 1
+        self._counts[batch.req_pool_indices_cpu] = counts
+        self.max_tokens = max(self.max_tokens, int(counts.max()))
 
-    def take(self, rows: Tensor) -> Window:
-        """What the requests in these slots [batch] missed, aligned to the left; counts may be 0. Forgets everything."""
-        counts, width = self._counts[rows], self.num_tokens
+    def take(self, batch) -> Window:
+        """What these requests missed, aligned to the left; counts may be 0. Forgets it."""
+        rows, width = batch.req_pool_indices, self.num_tokens(batch)
+        counts = send(self._counts[batch.req_pool_indices_cpu], rows.device)
         states = None if self._states is None else self._states[rows, :width]
         missed = Window(self._tokens[rows, :width].to(torch.int64), counts, states)
-        self._counts.zero_()
-        self.num_tokens = 0
+        self.forget(batch)
         return missed

@@ -41,9 +41,9 @@ class DraftKV:
         Args:
             window: of the last step that drafted.
         """
-        if not self.missed.num_tokens:
+        if not self.missed.num_tokens(batch):
             return window
-        left, window = slide_window(window, self.missed.take(batch.req_pool_indices))
+        left, window = slide_window(window, self.missed.take(batch))
         states = left.hidden_states
         states = None if states is None else align_right(states, left.counts)
         left = Window(align_right(left.tokens, left.counts), left.counts, states)
@@ -60,7 +60,7 @@ class DraftKV:
         """
         self._redraft_prefixes(batch)
         self._kv_only.prefill(forward_batch)
-        self.missed.forget_rows(batch.req_pool_indices)
+        self.missed.forget(batch)
 
     def _redraft_prefixes(self, batch) -> None:
         """Write the draft's KV of the ends of prefixes from the cache: their requests may have ended without drafting.

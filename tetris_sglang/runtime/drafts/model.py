@@ -176,14 +176,14 @@ class ModelDraft:
     ) -> EagleDraftInput:
         """What a step in which the model did not run leaves undone."""
         accepted = record.accepted
-        if not self._kv.missed.has_room:
+        if not self._kv.missed.has_room(record.batch):
             # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
             self._target_runner.shared_read_done_event = None
             window = self._kv.catch_up(record.batch, self._read_window(record.batch, draft_input))
             draft_input = self._make_input(record.batch.req_pool_indices, window, accepted.bonus_tokens)
         # Every row is a root.
         states = None if hidden_states is None else hidden_states[: len(accepted.bonus_tokens)]
-        self._kv.missed.push(record.batch.req_pool_indices, accepted.bonus_tokens, states)
+        self._kv.missed.push(record.batch, accepted.bonus_tokens, states)
         return replace_bonus(draft_input, accepted.bonus_tokens)
 
     def _make_input(self, rows: Tensor, window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
