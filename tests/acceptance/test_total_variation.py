@@ -1,8 +1,8 @@
 """A million samples of every rule of acceptance are the target's but for chance: total variation below 0.005.
 
-Two laws, both known exactly: a Markov chain over five tokens, and the tests' models after a prompt, cut to three tokens a place.
-A hundred thousand requests are a batch, whose capacity makes it ragged. Of a million draws
-from the law itself the distance is 0.002 on average.
+Two laws, both known exactly: a Markov chain over five tokens, and the tests' models after a prompt, cut to three tokens a
+place. A hundred thousand requests are a batch, whose capacity makes it ragged. Of a million draws from the law itself the
+distance is 0.002 on average.
 """
 
 from __future__ import annotations
