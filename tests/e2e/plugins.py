@@ -42,8 +42,8 @@ SWITCHING_PLANS = """
     from tetris_sglang.runtime.drafts import catch_up
 
     # Small, so that tokens also have to be caught up on while nothing is drafted.
-    assert catch_up.MAX_TOKENS
-    catch_up.MAX_TOKENS = 24
+    assert catch_up.MAX_STEPS
+    catch_up.MAX_STEPS = 24
     draw = random.Random(3)
     kind = {"is_plain": True, "steps_left": 0}
 

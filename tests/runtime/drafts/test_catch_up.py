@@ -22,11 +22,6 @@ def batch_of(rows: torch.Tensor) -> SimpleNamespace:
     return SimpleNamespace(req_pool_indices=rows, req_pool_indices_cpu=rows)
 
 
-def make_missed(slots: int = 12, has_states: bool = False) -> MissedTokens:
-    size = 3 if has_states else None
-    return MissedTokens(slots, hidden_size=size, dtype=torch.float32, device="cpu")
-
-
 @pytest.mark.parametrize("width", [2, 4, 7])
 @pytest.mark.parametrize("seed", range(5))
 def test_missed_and_window_together_hold_every_token_once(width, seed):
@@ -35,7 +30,7 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
     batch, slots = 5, 12
     rows = torch.tensor(rng.sample(range(slots), batch))
     running = batch_of(rows)
-    missed = make_missed(slots, has_states=True)
+    missed = MissedTokens(slots)
     texts = [list(range(100 * r, 100 * r + rng.randint(1, width))) for r in range(batch)]
     tokens = torch.tensor([[0] * (width - len(text)) + text for text in texts])
     window = Window(tokens, torch.tensor([len(text) for text in texts]), state_of(tokens))
@@ -51,7 +46,7 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
         for text in texts:
             text.append(text[-1] + 1)
         emitted = torch.tensor([text[-1] for text in texts])
-        assert missed.has_room(running)
+        assert missed.has_room
         missed.push(running, emitted, state_of(emitted))
         longest = max(len(text) - start for text, start in zip(texts, starts, strict=True))
         assert missed.num_tokens(running) == longest
@@ -71,7 +66,7 @@ def test_missed_and_window_together_hold_every_token_once(width, seed):
 
 def test_full_windows_lose_one_token_each_step():
     """Standalone chains: every window is full, and no counts are kept."""
-    missed = make_missed()
+    missed = MissedTokens(12)
     running, window = batch_of(torch.tensor([3, 1])), Window(torch.tensor([[7, 8], [70, 80]]))
     for token in (9, 10):
         missed.push(running, torch.tensor([token, 10 * token]))
@@ -82,32 +77,39 @@ def test_full_windows_lose_one_token_each_step():
 
 
 def test_its_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(catch_up, "MEMORY_BYTES", 12 * 20 * (4 + 3 * 4))
-    missed = make_missed(has_states=True)
+    monkeypatch.setattr(catch_up, "MEMORY_BYTES", 20 * (8 + 12))
+    missed = MissedTokens(12, state_bytes=12)
     running = batch_of(torch.tensor([0]))
     for _ in range(20):
-        assert missed.has_room(running)
+        assert missed.has_room
         missed.push(running, torch.tensor([1]), torch.zeros(1, 3))
-    assert not missed.has_room(running)
+    assert not missed.has_room
     # A few steps find room whatever they take.
     monkeypatch.setattr(catch_up, "MEMORY_BYTES", 0)
-    missed = make_missed()
+    missed = MissedTokens(12)
     for _ in range(4):
-        assert missed.has_room(running)
+        assert missed.has_room
         missed.push(running, torch.tensor([1]))
-    assert not missed.has_room(running)
+    assert not missed.has_room
 
 
 def test_who_has_just_been_prefilled_misses_nothing():
-    """Nor does what others miss, or who ended, make its next step wider, or find no room."""
-    missed = make_missed()
-    old, new = batch_of(torch.tensor([2, 5])), batch_of(torch.tensor([5]))
+    """Nor does what ended requests missed make the next steps wider."""
+    missed = MissedTokens(12)
+    both, first, second = (batch_of(torch.tensor(rows)) for rows in ([2, 5], [2], [5]))
     for token in range(3):
-        missed.push(old, torch.tensor([token, 10 * token]))
-    missed.forget(new)
-    missed.push(new, torch.tensor([7]))
-    assert missed.num_tokens(old) == 3 and missed.num_tokens(new) == 1 and missed.max_tokens == 3
-    left = missed.take(new)
-    assert left.tokens.tolist() == [[7]] and left.counts.tolist() == [1]
-    left = missed.take(old)
-    assert left.tokens[0].tolist() == [0, 1, 2] and left.counts.tolist() == [3, 0]
+        missed.push(both, torch.tensor([token, 10 * token]))
+    missed.forget(second)
+    missed.push(both, torch.tensor([3, 70]))
+    assert missed.num_tokens(first) == 4 and missed.num_tokens(second) == 1 and missed.max_tokens == 4
+    left = missed.take(both)
+    assert left.tokens.tolist() == [[0, 1, 2, 3], [70, 0, 0, 0]] and left.counts.tolist() == [4, 1]
+    for token in range(2):
+        missed.push(first, torch.tensor([token]))
+    # The first request has ended, and its slot was given to nobody.
+    missed.forget(second)
+    assert missed.num_tokens(second) == 0
+    missed.push(second, torch.tensor([71]))
+    assert missed.num_tokens(second) == 1
+    left = missed.take(second)
+    assert left.tokens.tolist() == [[71]] and left.counts.tolist() == [1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,64 +12,85 @@ from tetris_sglang.runtime.host_copy import send
 
 MEMORY_BYTES = 64 << 20
 """For tokens and, where the draft reads them, the target's states."""
-MAX_TOKENS = 1024
+MAX_STEPS = 1024
 _MIN_STEPS = 4
 """For which there is room, whatever that takes."""
+
+
+class _PlainStep(NamedTuple):
+    rows_cpu: Tensor
+    tokens: Tensor
+    states: Tensor | None
 
 
 class MissedTokens:
     """Tokens that no pass of the draft has seen, behind those of a request's window.
 
-    How many is known to the host: one more per step without the draft.
+    A plain step costs next to nothing: what it emitted is kept as it came, and put in order when the draft runs again. Every
+    running request is in every step.
 
     Args:
         num_slots: rows of SGLang's request-to-token table.
-        hidden_size, dtype: of the states; None: the draft reads none.
+        state_bytes: of the target's states that the draft reads with a token.
     """
 
-    def __init__(self, num_slots: int, *, hidden_size: int | None, dtype: torch.dtype, device: str | torch.device) -> None:
-        state_bytes = 0 if hidden_size is None else hidden_size * dtype.itemsize
-        affordable = min(MAX_TOKENS, MEMORY_BYTES // (num_slots * (4 + state_bytes)))
-        self._capacity = max(_MIN_STEPS, affordable)
-        shape = (num_slots, self._capacity)
-        self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._states = None if hidden_size is None else torch.zeros((*shape, hidden_size), dtype=dtype, device=device)
-        self._counts = torch.zeros(num_slots, dtype=torch.int64)
+    def __init__(self, num_slots: int, state_bytes: int = 0) -> None:
+        self._row_bytes = 8 + state_bytes
+        self._steps: list[_PlainStep] = []
+        self._bytes = 0
+        self._first_steps = torch.zeros(num_slots, dtype=torch.int64)
+        """Of each slot's request, among those that are kept."""
         self.max_tokens = 0
         """The most that a request has missed: as many may be missing at the end of a cached prefix."""
 
+    @property
+    def has_room(self) -> bool:
+        """For one more step."""
+        num_steps = len(self._steps)
+        return num_steps < _MIN_STEPS or (num_steps < MAX_STEPS and self._bytes < MEMORY_BYTES)
+
     def num_tokens(self, batch) -> int:
         """The most that a request of this ScheduleBatch misses."""
-        return int(self._counts[batch.req_pool_indices_cpu].max())
-
-    def has_room(self, batch) -> bool:
-        """For one more step of this ScheduleBatch."""
-        return self.num_tokens(batch) < self._capacity
+        return len(self._steps) and len(self._steps) - int(self._first_steps[batch.req_pool_indices_cpu].min())
 
     def forget(self, batch) -> None:
         """These requests have just been prefilled, by the draft, too."""
-        self._counts[batch.req_pool_indices_cpu] = 0
+        self._first_steps[batch.req_pool_indices_cpu] = len(self._steps)
 
     def push(self, batch, tokens: Tensor, states: Tensor | None = None) -> None:
         """One step, which emitted one token per request.
 
         Args:
-            tokens: [batch] integers. states: [batch, hidden_size], the target's.
+            tokens: [batch] int64. states: [batch, size], the target's.
         """
-        rows, counts = batch.req_pool_indices, self._counts[batch.req_pool_indices_cpu]
-        columns = send(counts, rows.device)
-        self._tokens[rows, columns] = tokens.to(torch.int32)
-        if self._states is not None:
-            self._states[rows, columns] = states.to(self._states.dtype)
-        counts += 1
-        self._counts[batch.req_pool_indices_cpu] = counts
-        self.max_tokens = max(self.max_tokens, int(counts.max()))
+        if tokens.is_cuda:
+            # What a graph wrote is overwritten by its next replay.
+            tokens, states = tokens.clone(), None if states is None else states.clone()
+        self._steps.append(_PlainStep(batch.req_pool_indices_cpu, tokens, states))
+        self._bytes += len(tokens) * self._row_bytes
+        self.max_tokens = max(self.max_tokens, self.num_tokens(batch))
 
     def take(self, batch) -> Window:
-        """What these requests missed, aligned to the left; counts may be 0. Forgets it."""
-        rows, width = batch.req_pool_indices, self.num_tokens(batch)
-        counts = send(self._counts[batch.req_pool_indices_cpu], rows.device)
-        states = None if self._states is None else self._states[rows, :width]
-        missed = Window(self._tokens[rows, :width].to(torch.int64), counts, states)
-        self.forget(batch)
-        return missed
+        """What these requests missed, aligned to the left; counts may be 0. Forgets everything."""
+        rows, device = batch.req_pool_indices_cpu, batch.req_pool_indices.device
+        num_steps = len(self._steps)
+        counts = num_steps - self._first_steps[rows]
+        tokens = torch.zeros(len(rows), int(counts.max()), dtype=torch.int64, device=device)
+        states = None
+        if num_steps:
+            requests = torch.full_like(self._first_steps, -1)
+            requests[rows] = torch.arange(len(rows))
+            slots = torch.cat([step.rows_cpu for step in self._steps])
+            lens = torch.tensor([len(step.rows_cpu) for step in self._steps])
+            columns = torch.arange(num_steps).repeat_interleave(lens) - self._first_steps[slots]
+            kept = ((requests[slots] >= 0) & (columns >= 0)).nonzero()[:, 0]
+            place = send(requests[slots[kept]], device), send(columns[kept], device)
+            kept = send(kept, device)
+            tokens[place] = torch.cat([step.tokens for step in self._steps])[kept]
+            if self._steps[0].states is not None:
+                found = torch.cat([step.states for step in self._steps])[kept]
+                states = found.new_zeros(*tokens.shape, found.shape[1])
+                states[place] = found
+        self._steps, self._bytes = [], 0
+        self._first_steps.zero_()
+        return Window(tokens, send(counts, device), states)

@@ -28,12 +28,7 @@ class DraftKV:
         self._passes, self._spec = passes, passes.spec
         self._kv_only = KVOnlyPasses(passes.runner)
         table = passes.runner.req_to_token_pool.req_to_token
-        self.missed = MissedTokens(
-            table.shape[0],
-            hidden_size=state_size,
-            dtype=passes.runner.model_config.dtype,
-            device=table.device,
-        )
+        self.missed = MissedTokens(table.shape[0], (state_size or 0) * passes.runner.model_config.dtype.itemsize)
 
     def catch_up(self, batch, window: Window) -> Window:
         """The window of the texts' last tokens; writes the draft's KV of those before it.

@@ -176,7 +176,7 @@ class ModelDraft:
     ) -> EagleDraftInput:
         """What a step in which the model did not run leaves undone."""
         accepted = record.accepted
-        if not self._kv.missed.has_room(record.batch):
+        if not self._kv.missed.has_room:
             # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
             self._target_runner.shared_read_done_event = None
             window = self._kv.catch_up(record.batch, self._read_window(record.batch, draft_input))
