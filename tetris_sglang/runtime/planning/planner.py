@@ -69,7 +69,9 @@ class StepPlanner:
                 self._metrics.observe_step_time(predicted_s, step.seconds)
         self._read_curves()
         context_tokens = _count_context_tokens(batch)
-        plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
+        plan = StepPlan(0, 0)
+        if num_speculating:
+            plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
         plan = self._ranks.agree(plan)
         shape = self._limits.shape_of(plan, batch_size, context_tokens)
         self._clock.describe(shape)
@@ -81,7 +83,7 @@ class StepPlanner:
     def _limit(self, plan: StepPlan, num_speculating: int) -> StepPlan:
         if not plan.capacity_tokens:
             return plan
-        most = num_speculating * self._limits.count_nodes(plan.depth) if num_speculating else 0
+        most = num_speculating * self._limits.count_nodes(plan.depth)
         return StepPlan(plan.depth, min(plan.capacity_tokens, most)) if most else StepPlan(0, 0)
 
     def after_draft(
