@@ -24,6 +24,7 @@ demo: env ## a real model served with TETRIS, with SGLang's own speculation and 
 	$(VENV)/bin/tetris-sglang demo
 
 test: env ## the whole test suite
+	./scripts/install_test_tools.sh
 	$(VENV)/bin/python -m pytest -n 2 --durations 25
 
 test-fast: env ## what needs no server, no kernel and no tool

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tetris_sglang.tools.prompts import render_chats
-from tetris_sglang.tools.real_model import ensure_target, find_head
+from tetris_sglang.tools.real_model import HEAD, ensure_target
 
 OUT = Path(__file__).resolve().parent.parent / "benchmarks/laws"
 TEMPERATURES = (0.7, 1.0)
@@ -41,7 +41,7 @@ def main(
 ) -> None:
     folder = ensure_target()
     target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    head, tokenizer = load_head(find_head(), target), AutoTokenizer.from_pretrained(folder)
+    head, tokenizer = load_head(HEAD, target), AutoTokenizer.from_pretrained(folder)
     texts = [prompt.text for prompt in mixed_prompts(prompts)]
     chats = [tokenizer.encode(chat, return_tensors="pt") for chat in render_chats(folder, texts)]
     out.mkdir(parents=True, exist_ok=True)

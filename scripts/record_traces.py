@@ -39,7 +39,7 @@ from tetris_sglang.tools.prompts import (
     read_sharegpt,
     render_chats,
 )
-from tetris_sglang.tools.real_model import ensure_target, find_head
+from tetris_sglang.tools.real_model import HEAD, ensure_target
 from tetris_sglang.tools.server_process import ServerProcess
 from tetris_sglang.trace import read_trace
 
@@ -133,7 +133,7 @@ def record(
         target, head: default: SmolLM2 and the shipped head.
     """
     target = target or ensure_target()
-    draft = [] if recording.is_ngram else ["--speculative-draft-model-path", str(head or find_head())]
+    draft = [] if recording.is_ngram else ["--speculative-draft-model-path", str(head or HEAD)]
     arguments = [
         "--model-path", str(target), "--dtype", "float32", "--random-seed", str(seed), "--max-running-requests",
         str(concurrency), "--disable-overlap-schedule", "--speculative-algorithm", "TETRIS", *draft,

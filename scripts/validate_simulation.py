@@ -45,7 +45,7 @@ from tetris_sglang.tools.bench.settings import Settings
 from tetris_sglang.tools.bench.workloads import EQUAL, SHARED_PREFIX, UNLIKE, Chats, Load, find_workload
 from tetris_sglang.tools.load import generate
 from tetris_sglang.tools.prompts import Prompt, render_chats
-from tetris_sglang.tools.real_model import REPOSITORY, ensure_target, find_head
+from tetris_sglang.tools.real_model import HEAD, REPOSITORY, ensure_target
 from tetris_sglang.tools.server_process import ServerProcess
 from tetris_sglang.tools.simulate.costs import Calibration, load_pass_times, make_costs
 from tetris_sglang.tools.simulate.engine import Setup
@@ -177,7 +177,7 @@ def tetris_arguments(settings: Settings) -> list[str]:
     return [
         *("--model-path", str(ensure_target()), "--dtype", settings.dtype),
         *("--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(DEPTH)),
-        *("--speculative-draft-model-path", str(find_head())),
+        *("--speculative-draft-model-path", str(HEAD)),
     ]
 
 
@@ -200,7 +200,7 @@ def record_texts(prompts: Sequence[Prompt], workload: Chats, settings: Settings,
     """
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [workload.choose_length(prompt) for prompt in prompts]
-    head = hashlib.sha256((find_head() / "model.safetensors").read_bytes()).hexdigest()
+    head = hashlib.sha256((HEAD / "model.safetensors").read_bytes()).hexdigest()
     rows, answers = {}, []
     for name, flags in track(RECORDINGS.items(), description="recording drafts"):
         described = json.dumps([DEPTH, flags, head, prompts, lengths, settings.lengths])

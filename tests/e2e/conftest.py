@@ -118,7 +118,7 @@ SWITCHING = ("perfect_switching", "eagle3", "mtp", "parallel")
 PARALLEL = ("parallel", "parallel_comb")
 """Those with plugins.UNLIKE_RANKS."""
 # Kept for the session, because other tests than those of one fixture use them.
-SHARED = ("plain", "overlap")
+SHARED = ("plain", "overlap", "auto")
 ROOMY = ("overlap", "synchronous", "comb")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
 TETRIS_SERVERS = ("overlap", "synchronous", "comb", "ngram", "eagle", "eagle3", "mtp")
@@ -236,6 +236,11 @@ def featured(tetris, request) -> Client:
 @pytest.fixture(scope="session")
 def overlap(servers) -> Client:
     return servers.get("overlap")[0]
+
+
+@pytest.fixture(scope="session")
+def auto(servers) -> Client:
+    return servers.get("auto")[0]
 
 
 @pytest.fixture(scope="session", params=["perfect", "perfect_comb", "perfect_switching"])

@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 import random
 
-import pytest
-
 from tests.e2e.client import texts
 from tests.e2e.conftest import NUM_STEPS
 
 LOADS = (1, 4, 16, 4, 1)
 MAX_DRAFTS = 2 * NUM_STEPS
 """Of a request and step: by default chains go on from the text by as many tokens as the model drafts."""
-
-
-@pytest.fixture(scope="module")
-def auto(servers):
-    yield servers.get("auto")[0]
-    servers.stop_one("auto")
 
 
 def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plain, auto, mixed_prompts):
@@ -35,10 +27,14 @@ def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plai
             assert 48 <= emitted <= 48 + MAX_DRAFTS
             assert meta["spec_num_correct_drafts"] <= meta["spec_num_selected_drafts"] <= meta["spec_num_proposed_drafts"]
     after = auto.tetris_state()
-    step = {key: after[key] - before[key] for key in before}
+    step = {key: after[key] - before[key] for key in before if key != "accepted_at_position"}
     assert step["verified_rows"] == step["num_requests"] + step["selected_tokens"]
     assert 0 <= step["plain_steps"] <= step["num_steps"]
     assert step["plain_steps"] < step["num_steps"], "the first steps look at the draft"
+    assert 0 < step["num_drafting_requests"] < step["num_requests"]
+    at_position = [now - then for now, then in zip(after["accepted_at_position"], before["accepted_at_position"], strict=True)]
+    assert sum(at_position) == step["accepted_tokens"]
+    assert step["num_drafting_requests"] >= at_position[0] and at_position == sorted(at_position, reverse=True)
     # A step may still be running.
     plain_steps = auto.metric("sglang:tetris_plain_steps_total")
     assert after["plain_steps"] <= plain_steps <= auto.tetris_state()["plain_steps"]

@@ -12,7 +12,7 @@ import openai
 import sglang as sgl
 
 from tests.e2e.client import Client
-from tests.e2e.conftest import ARGUMENTS, DRAFT, TARGET
+from tests.e2e.conftest import ARGUMENTS, DRAFT, NUM_STEPS, TARGET
 from tetris_sglang.tools.server_process import ServerProcess
 
 
@@ -32,6 +32,25 @@ def test_openai_completions_and_chat(plain, featured, mixed_prompts):
         answers.append((completion.choices[0].text, chat.choices[0].message.content, streamed))
     assert answers[0] == answers[1]
     assert all(answers[0])
+
+
+def test_a_chat_says_what_its_drafts_came_to(featured, capsys):
+    """The example of docs/serving.md, as it stands there; and its counts are exact."""
+    serving = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    example = serving[serving.index("      chat = client.chat") :].split("\n\n")[0]
+    names = {
+        "client": openai.OpenAI(base_url=featured.url + "/v1", api_key="none"),
+        "messages": [{"role": "user", "content": "Explain zip_longest"}],
+    }
+    exec(textwrap.dedent(example), names)
+    spec, written = names["spec"], names["chat"].usage.completion_tokens
+    histogram, rows = spec["spec_correct_drafts_histogram"], spec["spec_cap_lens_histogram"]
+    assert sum(histogram) == sum(rows) == spec["spec_verify_ct"]
+    assert sum(i * steps for i, steps in enumerate(histogram)) == spec["spec_num_correct_drafts"]
+    assert sum((i - 1) * steps for i, steps in enumerate(rows)) == spec["spec_num_selected_drafts"]
+    # The prompt's pass brings the first token; what came behind the last one's stop was thrown away.
+    assert 0 <= 1 + spec["spec_verify_ct"] + spec["spec_num_correct_drafts"] - written <= NUM_STEPS
+    assert f"{spec['spec_num_correct_drafts']} accepted" in capsys.readouterr().out
 
 
 @sgl.function

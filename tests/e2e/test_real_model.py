@@ -8,7 +8,7 @@ import pytest
 from tetris_sglang.tools.demo import NONE, TETRIS, server_arguments
 from tetris_sglang.tools.load import count_drafts, generate
 from tetris_sglang.tools.prompts import read_questions, render_chats
-from tetris_sglang.tools.real_model import ensure_target, find_head
+from tetris_sglang.tools.real_model import HEAD, ensure_target
 from tetris_sglang.tools.server_process import ServerProcess, start_all
 
 NEW_TOKENS = 48
@@ -17,7 +17,7 @@ NEW_TOKENS = 48
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
-    arguments = server_arguments(str(ensure_target()), str(find_head()))
+    arguments = server_arguments(str(ensure_target()), str(HEAD))
     arguments[TETRIS] = [*arguments[TETRIS], "--speculative-tetris-capacity-per-request", "2"]
     started = {
         name: ServerProcess(arguments[name], folder / f"{index}.log", start_timeout_s=600)

@@ -101,7 +101,7 @@ def test_plans_are_the_first_ones(pair):
         )
         policy.choose = lambda *_, depth=depth: StepPlan(depth, 3)
         limits = DraftLimits(depths=range(1, 5), count_nodes=lambda depth: depth)
-        metrics = SimpleNamespace(observe_step_time=lambda *_: None)
+        metrics = SimpleNamespace(set=lambda *_: None)
         planner = StepPlanner(policy, limits, metrics, "cpu", ranks)
         plans.append(planner.plan(SimpleNamespace(reqs=[None] * 2, seq_lens_sum=0)))
     assert plans == [StepPlan(4, 3)] * 2

@@ -77,7 +77,7 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(script, "record", record)
     monkeypatch.setattr(script, "read_rows", lambda path: path)
-    monkeypatch.setattr(script, "find_head", lambda: REPOSITORY / "tests/pair/eagle3")
+    monkeypatch.setattr(script, "HEAD", REPOSITORY / "tests/pair/eagle3")
     return recordings
 
 
@@ -121,7 +121,7 @@ def test_answers_are_recorded_as_the_comparison_asked_for_them(tmp_path, monkeyp
     monkeypatch.setattr(script, "ServerProcess", Server)
     monkeypatch.setattr(script, "generate", generate)
     monkeypatch.setattr(script, "ensure_target", lambda: REPOSITORY / "tests/pair/target")
-    monkeypatch.setattr(script, "find_head", lambda: Path("head"))
+    monkeypatch.setattr(script, "HEAD", Path("head"))
     answers = script.record(script.RECORDINGS[SERVED], tmp_path / "t", make_prompts("chat", 2), [40, 50], SETTINGS)
     assert answers == [(script.hash_output("a"), 9, 3)] * 2
     ((texts, options),) = asked

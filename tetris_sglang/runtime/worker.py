@@ -128,7 +128,7 @@ class TetrisWorker(BaseSpecWorker):
             are_shared=config.shared_texts,
         )
         self._weights = RequestWeights(self.device)
-        self._metrics = StepMetrics(self._ranks.is_first)
+        self._metrics = StepMetrics(self.speculative_num_steps, self._ranks.is_first)
         steps_together = 1 if self.device == "cuda" else 8  # captured there
         self._estimator = AcceptanceEstimator(spec.num_steps, self.device, steps_together) if config.calibration else None
         self._draft = self._make_draft(spec)
@@ -175,7 +175,7 @@ class TetrisWorker(BaseSpecWorker):
                 self.speculative_num_draft_tokens,
                 pool.req_to_token,
             )
-        phases = PhaseTimer(enabled=self.config.phase_times, on_cuda=self.device == "cuda")
+        phases = PhaseTimer(self.config.phase_times, self._metrics.count_phase, on_cuda=self.device == "cuda")
         self._planner = StepPlanner(self._make_policy(), limits, self._metrics, self.device, self._ranks)
         self._observers = self._make_observers()
         self._steps = StepRunner(
@@ -225,9 +225,8 @@ class TetrisWorker(BaseSpecWorker):
         return self._steps.run(batch, on_publish, grammar_barrier)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        accepted = sum(num_correct_drafts_per_req)
-        self._metrics.count_accepted(accepted)
-        self._planner.after_result(accepted)
+        self._metrics.count_accepted(num_correct_drafts_per_req)
+        self._planner.after_result(sum(num_correct_drafts_per_req))
         if self._recorder is not None:
             self._recorder.write()
 

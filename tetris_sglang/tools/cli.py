@@ -1,4 +1,4 @@
-"""`tetris-sglang`: check, explain, replay, demo, models, bench, simulate. Commands import what they need when they run."""
+"""`tetris-sglang`: check, explain, replay, demo, models, bench, top, simulate. Commands import what they need when they run."""
 
 from __future__ import annotations
 
@@ -36,24 +36,15 @@ def check(
 
 @app.command()
 def explain(
-    batch_size: Annotated[int | None, typer.Option(help="Running requests.", show_default="5")] = None,
-    max_draft: Annotated[int | None, typer.Option(help="Tokens drafted per request.", show_default="6")] = None,
     capacity_tokens: Annotated[
-        int | None,
-        typer.Option(help="Draft tokens verified over the whole batch.", show_default="2 per request; 3 with --trees"),
+        int | None, typer.Option(help="Draft tokens verified over the whole batch.", show_default="2 per request")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the invented probabilities.", show_default="0")] = None,
-    trees: Annotated[bool, typer.Option("--trees", help="Draw draft trees instead of chains.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a slider for the capacity instead.")] = None,
 ) -> None:
-    """Draw one selection: which draft tokens TETRIS verifies under a capacity, and which uniform speculation does."""
-    from tetris_sglang.tools.explain import explain, explain_trees
+    """Show one recorded step of a real model: what TETRIS verified under a capacity, and what the target accepted."""
+    from tetris_sglang.tools.explain import explain
 
-    if trees:
-        if batch_size is not None or max_draft is not None:
-            raise typer.BadParameter("--trees draws a given batch: leave out --batch-size and --max-draft")
-        _call(explain_trees, capacity_tokens=capacity_tokens, seed=seed)
-        return
-    _call(explain, batch_size=batch_size, max_draft=max_draft, capacity_tokens=capacity_tokens, seed=seed)
+    _call(explain, capacity_tokens=capacity_tokens, html=html)
 
 
 @app.command()
@@ -128,6 +119,21 @@ def models() -> None:
 
 
 app.command()(bench)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="The server's address, for example localhost:30000.")],
+    interval_s: Annotated[float | None, typer.Option(help="Between two looks.", show_default="1")] = None,
+) -> None:
+    """Show a running server: what its steps draft, verify and accept, and what that gains. q quits."""
+    from tetris_sglang.tools.top import NoTetris, top
+
+    try:
+        _call(top, url=url, interval_s=interval_s)
+    except NoTetris as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()

@@ -23,7 +23,7 @@ from rich.text import Text
 from tetris_sglang.tools.fetch import NotFetched
 from tetris_sglang.tools.load import DraftCounts, count_drafts, flush_cache, generate
 from tetris_sglang.tools.prompts import read_questions, render_chats
-from tetris_sglang.tools.real_model import ensure_target, find_head
+from tetris_sglang.tools.real_model import HEAD, ensure_target
 from tetris_sglang.tools.server_process import ServerFailed, ServerProcess, start_all
 
 PROMPTS_AT = {1: 3, 4: 8, 8: 16}
@@ -100,7 +100,7 @@ def server_arguments(target: str, head: str) -> dict[str, list[str]]:
 def _run(console: Console, repeats: int, model_path: str | None, head: str | None) -> tuple[int, int]:
     console.rule("1. A model and a draft")
     if model_path is None:
-        head = str(find_head())
+        head = str(HEAD)
         with console.status("SmolLM2-135M-Instruct: the first time it is fetched (93 MB) and dequantised"):
             model_path = str(ensure_target())
     console.print(f"target  {_shorten(model_path)}\ndraft   {_shorten(head)}", highlight=False, soft_wrap=True)

@@ -1,6 +1,9 @@
-"""Draws one selection, so that the idea of TETRIS is seen in ten seconds: `tetris-sglang explain`."""
+"""Shows one recorded step, so that the idea of TETRIS is seen in ten seconds: `tetris-sglang explain`."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -9,258 +12,157 @@ from rich.console import Console
 from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
-from torch import Tensor
 
-from tetris_sglang.selection import select_prefixes, select_uniform, survival_from_probs
+from tetris_sglang.selection import select_prefixes, select_uniform
 
-# A prompt's end, what a draft model might add, and the probability it might give to a token.
-EXAMPLES = (
-    ("for i in", " range ( len ( xs ) ) :", 0.95),
-    ("The best film", "I have ever seen was about a man", 0.52),
-    ("SELECT *", "FROM users WHERE id = ? LIMIT 1", 0.86),
-    ("Her name was", "Anna and she lived near the cold sea", 0.40),
-    ("2, 4, 8, 16,", "32 , 64 , 128 , 256 ,", 0.90),
-    ("Dear Sir or", "Madam , I am writing to you about", 0.78),
-    ("To be or", "not to be , that is the question", 0.88),
-    ("I dreamt of", "a city made of blue glass that sang", 0.34),
-)
-# The same as trees: each alternative with its probability and what might follow it.
-TREE_EXAMPLES = (
-    ("for i in", {"range": (0.86, {"(": (0.99, {"len": (0.62, {}), "10": (0.21, {})})}), "xs": (0.09, {":": (0.9, {})})}),
-    (
-        "Her name was",
-        {
-            "Anna": (0.36, {"and": (0.48, {}), ".": (0.31, {})}),
-            "Mary": (0.29, {"and": (0.51, {}), ".": (0.27, {})}),
-            "not": (0.12, {}),
-        },
-    ),
-    ("To be or", {"not": (0.93, {"to": (0.97, {"be": (0.98, {",": (0.81, {})})})}), "to": (0.04, {})}),
-    (
-        "I dreamt of",
-        {"a": (0.31, {"city": (0.22, {}), "place": (0.14, {})}), "the": (0.24, {"sea": (0.4, {})}), "my": (0.13, {})},
-    ),
-)  # fmt: skip
-MAX_DEPTH = min(len(continuation.split()) for _, continuation, _ in EXAMPLES)
-
-
-def explain(
-    batch_size: int = 5,
-    max_draft: int = 6,
-    capacity_tokens: int | None = None,
-    seed: int = 0,
-    console: Console | None = None,
-) -> None:
-    """Draw TETRIS's choice for an invented batch beside uniform speculation at the same capacity.
-
-    Args:
-        batch_size: running requests, at least 1; beyond 8 the examples repeat with other probabilities.
-        max_draft: tokens drafted per request, 1..8.
-        capacity_tokens: draft tokens verified per step over the whole batch, >= 1; default: 2 per request.
-        seed: of the invented probabilities.
-        console: where to draw; default: the terminal.
-    Raises:
-        ValueError: an argument outside its range.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if not 1 <= max_draft <= MAX_DEPTH:
-        raise ValueError(f"max_draft must be 1..{MAX_DEPTH}, the depth of the examples, got {max_draft}")
-    if capacity_tokens is None:
-        capacity_tokens = 2 * batch_size
-    if capacity_tokens < 1:
-        raise ValueError(f"capacity_tokens must be at least 1, got {capacity_tokens}")
-    examples = [EXAMPLES[request % len(EXAMPLES)] for request in range(batch_size)]
-    draw_selection(
-        invent_survival(batch_size, max_draft, seed),
-        capacity_tokens,
-        console,
-        prompts=[prompt for prompt, _, _ in examples],
-        tokens=[continuation.split()[:max_draft] for _, continuation, _ in examples],
-    )
+STEP_PATH = Path(__file__).parents[1] / "data" / "step.json"
+"""What scripts/record_step.py recorded."""
+PAGE_PATH = STEP_PATH.with_name("explain.html")
+_DATA = "/*STEP*/null"
+"""Stands for the step in the page."""
+_NARROW = 12
+"""Columns of a token."""
 
 
 class Node(NamedTuple):
-    """One drafted token of a tree."""
+    """One drafted token."""
 
     text: str
     survival: float
-    parent: int | None
-    """Index of the parent among its request's nodes; None: the root."""
+    parent: int
+    """Number of the parent among the request's nodes, from 1; 0: the root."""
     depth: int
+    is_right: bool
+    """The target's own text goes on through it."""
 
 
-def explain_trees(capacity_tokens: int | None = None, seed: int = 0, console: Console | None = None) -> None:
-    """Draw TETRIS's choice among the nodes of invented draft trees, beside chains at the same capacity.
-
-    Args: as for `explain`; the batch is the examples.
-    Raises:
-        ValueError: capacity_tokens below 1.
-    """
-    if capacity_tokens is None:
-        capacity_tokens = 3 * len(TREE_EXAMPLES)
-    if capacity_tokens < 1:
-        raise ValueError(f"capacity_tokens must be at least 1, got {capacity_tokens}")
-    console = console or Console()
-    generator = torch.Generator().manual_seed(seed)
-    forest = [list_nodes(children, generator) for _, children in TREE_EXAMPLES]
-    draft_lens = select_nodes(forest, capacity_tokens)
-    check = "*" if console.options.ascii_only else "✓"
-    num_nodes = sum(map(len, forest))
-    console.print(
-        f"{len(forest)} requests drafted trees; {capacity_tokens} of {num_nodes} nodes may be verified.\n",
-        highlight=False,
-    )
-    for (prompt, _), nodes, length in zip(TREE_EXAMPLES, forest, draft_lens, strict=True):
-        console.print(draw_tree(prompt, nodes, length, check))
-    console.print(
-        "\n%: a node's survival, the chance that it and all above it are accepted.\n"
-        f"{check}: what TETRIS verifies, the best of the whole batch; never a node without the one above it.\n"
-        "The target's own next token decides between siblings, so at most one of them is accepted.\n",
-        highlight=False,
-    )
-    console.print(f"no speculation {len(forest):6.2f} tokens per step", highlight=False)
-    chains = [list_best_chain(nodes) for nodes in forest]
-    for name, drafts in (("TETRIS, chains", chains), ("TETRIS, trees", forest)):
-        lens = select_nodes(drafts, capacity_tokens)
-        verified, accepted = sum(lens), expect_accepted([[n.survival for n in d] for d in drafts], lens)
-        console.print(
-            f"{name:<14} {len(forest) + accepted:6.2f} tokens per step: "
-            f"{accepted:.2f} of {verified} verified accepted ({accepted / verified:.0%})",
-            style="bold" if drafts is forest else None,
-            highlight=False,
-        )
+class Request(NamedTuple):
+    text: str
+    """The end of what is written."""
+    nodes: list[Node]
+    """By falling survival, parents before children."""
+    next: str
+    """The target's own token behind the right nodes."""
 
 
-def list_nodes(children: dict, generator: torch.Generator) -> list[Node]:
-    """A tree's nodes in the order in which selection takes them: by survival, parents before children."""
-    nodes: list[Node] = []
-
-    def add(children: dict, parent: int | None, survival: float, depth: int) -> None:
-        for text, (prob, grandchildren) in children.items():
-            noise = 0.2 * (float(torch.rand((), generator=generator)) - 0.5) * (1 - prob)
-            nodes.append(Node(text, survival * (prob + noise), parent, depth))
-            add(grandchildren, len(nodes) - 1, nodes[-1].survival, depth + 1)
-
-    add(children, None, 1.0, 1)
-    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].survival, nodes[i].depth))
-    place = {index: rank for rank, index in enumerate(order)}
-    return [nodes[i]._replace(parent=place.get(nodes[i].parent)) for i in order]
+def read_step(path: Path = STEP_PATH) -> list[Request]:
+    step = json.loads(path.read_text(encoding="utf-8"))
+    return [Request(r["text"], [Node(**node) for node in r["nodes"]], r["next"]) for r in step["requests"]]
 
 
-def list_best_chain(nodes: Sequence[Node]) -> list[Node]:
-    """The chain of each level's most likely child."""
-    chain, parent = [], None
-    while any(node.parent == parent for node in nodes):
-        parent = next(i for i, node in enumerate(nodes) if node.parent == parent)
-        chain.append(nodes[parent])
-    return chain
-
-
-def select_nodes(drafts: Sequence[Sequence[Node]], capacity_tokens: int) -> list[int]:
-    """How many of each request's first nodes are verified: `select_prefixes`, as for chains."""
-    survival = torch.zeros(len(drafts), max(map(len, drafts)))
-    for request, nodes in enumerate(drafts):
-        survival[request, : len(nodes)] = torch.tensor([node.survival for node in nodes])
-    return select_prefixes(survival, capacity_tokens).tolist()
-
-
-def draw_tree(prompt: str, nodes: Sequence[Node], draft_len: int, check: str) -> Tree:
-    """A request's tree; its first `draft_len` nodes are chosen."""
-    tree = Tree(prompt)
-    branches = {None: tree}
-    for index, node in sorted(enumerate(nodes), key=lambda item: item[1].depth):
-        is_chosen = index < draft_len
-        mark = f"{check} " if is_chosen else "  "
-        label = Text(f"{mark}{node.text}  {node.survival:.0%}", style="bold green" if is_chosen else "dim")
-        branches[index] = branches[node.parent].add(label)
-    return tree
-
-
-def invent_survival(batch_size: int, max_draft: int, seed: int) -> Tensor:
-    """Survivals [batch, max_draft] as a draft might give them: sure of code and lists, unsure of prose."""
-    sureness = torch.tensor([EXAMPLES[request % len(EXAMPLES)][2] for request in range(batch_size)])
-    noise = torch.rand(batch_size, max_draft, generator=torch.Generator().manual_seed(seed))
-    return survival_from_probs(sureness[:, None] + 0.3 * (noise - 0.5) * (1 - sureness[:, None]))
-
-
-def draw_selection(
-    survival: Tensor,
-    capacity_tokens: int,
-    console: Console | None = None,
-    *,
-    prompts: Sequence[str] | None = None,
-    tokens: Sequence[Sequence[str]] | None = None,
-) -> None:
-    """Draw a batch of chains, the tokens that TETRIS verifies, and what uniform speculation verifies instead.
+def explain(capacity_tokens: int | None = None, html: Path | None = None, console: Console | None = None) -> None:
+    """Draw what TETRIS verified of a recorded step, and what the target accepted of that.
 
     Args:
-        survival: [batch, max_draft] as for `select_prefixes`.
-        capacity_tokens: draft tokens over the whole batch.
-        console: where to draw; default: the terminal. Colour only adds: marks alone carry the picture.
-        prompts: [batch] what each chain continues; default: the request's number.
-        tokens: [batch][max_draft] the drafted texts; default: the survivals alone.
+        capacity_tokens: draft tokens verified over the whole batch, >= 0; default: 2 per request.
+        html: write a page with a slider for the capacity there instead.
+        console: where to draw; default: the terminal.
+    Raises:
+        ValueError: a negative capacity.
+        OSError: the page cannot be written.
     """
-    console = console or Console()
-    batch, max_draft = survival.shape
-    prompts = prompts or [f"request {request}" for request in range(batch)]
-    tokens = tokens or [[f"token {depth + 1}" for depth in range(max_draft)]] * batch
-    check, full, empty = ("*", "#", ".") if console.options.ascii_only else ("✓", "■", "·")
-    chosen = select_prefixes(survival, capacity_tokens).tolist()
-    uniform = select_uniform(survival, capacity_tokens).tolist()
-    chains = survival.tolist()
+    console, requests = console or Console(), read_step()
+    if capacity_tokens is None:
+        capacity_tokens = 2 * len(requests)
+    if capacity_tokens < 0:
+        raise ValueError(f"capacity_tokens must be at least 0, got {capacity_tokens}")
+    if html is not None:
+        html.write_text(make_page(capacity_tokens), encoding="utf-8")
+        console.print(f"{html}: open it in a browser", highlight=False, soft_wrap=True)
+        return
+    draw(requests, capacity_tokens, console)
 
+
+def make_page(capacity_tokens: int) -> str:
+    """The step as one page of HTML that needs nothing else."""
+    page, step = PAGE_PATH.read_text(encoding="utf-8"), json.loads(STEP_PATH.read_text(encoding="utf-8"))
+    step["capacity_tokens"] = capacity_tokens
+    # Within a script element no text may end it.
+    return page.replace(_DATA, json.dumps(step, ensure_ascii=False).replace("</", "<\\/"))
+
+
+def select(requests: list[Request], capacity_tokens: int) -> list[int]:
+    """How many of each request's first nodes TETRIS verifies."""
+    survival = torch.zeros(len(requests), max(len(request.nodes) for request in requests))
+    for row, request in enumerate(requests):
+        survival[row, : len(request.nodes)] = torch.tensor([node.survival for node in request.nodes])
+    return select_prefixes(survival, min(capacity_tokens, survival.numel())).tolist()
+
+
+def list_chain(request: Request) -> list[Node]:
+    """The likeliest node of every level, which the draft went on from."""
+    chain: list[Node] = []
+    while True:
+        parent = request.nodes.index(chain[-1]) + 1 if chain else 0
+        children = [node for node in request.nodes if node.parent == parent]
+        if not children:
+            return chain
+        has_children = [node for node in children if any(n.parent == request.nodes.index(node) + 1 for n in request.nodes)]
+        chain.append((has_children or children)[0])
+
+
+def count_uniform(requests: list[Request], capacity_tokens: int) -> int:
+    """Drafts that are accepted where every request has as many of its chain verified as the others."""
+    chains = [list_chain(request) for request in requests]
+    shape = torch.zeros(len(chains), max(map(len, chains)))
+    lens = select_uniform(shape, min(capacity_tokens, shape.numel())).tolist()
+    return sum(
+        next((i for i, node in enumerate(chain[:length]) if not node.is_right), min(length, len(chain)))
+        for chain, length in zip(chains, lens, strict=True)
+    )
+
+
+def draw(requests: list[Request], capacity_tokens: int, console: Console) -> None:
+    """Colour only adds: marks alone carry the picture."""
+    right, wrong = ("+", "x") if console.options.ascii_only else ("✓", "✗")
+    lens = select(requests, capacity_tokens)
+    num_nodes, depth = sum(len(r.nodes) for r in requests), max(node.depth for r in requests for node in r.nodes)
     console.print(
-        f"{batch} requests drafted {max_draft} tokens each; {capacity_tokens} of {batch * max_draft} may be verified.",
+        f"{len(requests)} requests drafted {num_nodes} tokens; {min(capacity_tokens, num_nodes)} of them may be verified.",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("request", no_wrap=True)
-    for depth in range(max_draft):
-        table.add_column("draft 1" if depth == 0 else f"{depth + 1}", no_wrap=True, justify="right")
-    for name in ("TETRIS", "uniform"):
-        table.add_column(name, no_wrap=True, justify="center")
-    rows = zip(prompts, tokens, chains, chosen, uniform, strict=True)
-    for prompt, texts, chain, chosen_len, uniform_len in rows:
-        cells = [
-            draw_token(text, chance, check if depth < chosen_len else "")
-            for depth, (text, chance) in enumerate(zip(texts, chain, strict=True))
-        ]
-        strips = [full * length + empty * (max_draft - length) for length in (chosen_len, uniform_len)]
-        table.add_row(Text(prompt), *cells, *strips)
+    table.add_column("text so far", no_wrap=True, justify="right")
+    for level in range(1, depth + 1):
+        table.add_column(f"draft {level}", no_wrap=True)
+    for request, length in zip(requests, lens, strict=True):
+        chain = list_chain(request)
+        cells = [[Text()] for _ in range(depth)]
+        for number, node in enumerate(request.nodes):
+            mark = "" if number >= length else right if node.is_right else wrong
+            style = "dim" if not mark else "bold green" if node.is_right else "yellow"
+            token = Text(_show(node.text, console), style)
+            token.truncate(_NARROW)
+            chance = "<1%" if node.survival < 0.01 else f"{node.survival:.0%}"
+            token.append(f"\n{mark} {chance}" if mark else f"\n{chance}")
+            cell = cells[node.depth - 1]
+            cell.insert(0 if node in chain else len(cell), token)
+        text = Text(_show_text(request.text, console)[-18:])
+        table.add_row(text, *[Text("\n").join(part for part in cell if part.plain) for cell in cells], end_section=True)
     # Wider than a pipe's 80 columns if need be: a cut or folded mark would tell a lie.
     wide = console.options.update(width=10_000)
     width = max(console.width, table.__rich_measure__(console, wide).maximum)
-    segments = Segments(console.render(table, wide.update(width=width)))
-    console.print(segments, end="", crop=False, soft_wrap=True)
-
+    console.print(Segments(console.render(table, wide.update(width=width))), end="", crop=False, soft_wrap=True)
     console.print(
-        "%: a token's survival, the chance that it and all before it are accepted.\n"
-        f"{check}: what TETRIS verifies, the best of the whole batch.\n"
-        "Uniform speculation verifies the same depth everywhere.\n"
-        "After its accepted drafts every request emits one token of the target's own.\n",
+        "%: a token's survival, the chance that it and all before it are accepted. Below a token stands its runner-up.\n"
+        f"{right} verified, and accepted by the target; {wrong} verified in vain. TETRIS verifies the likeliest of the batch.\n"
+        "Behind its accepted drafts every request emits one token of the target's own.\n",
         highlight=False,
     )
-    console.print(f"no speculation {batch:6.2f} tokens per step", highlight=False)
-    for name, lens in (("uniform", uniform), ("TETRIS", chosen)):
-        verified, accepted = sum(lens), expect_accepted(chains, lens)
-        success = f" ({accepted / verified:.0%})" if verified else ""
-        console.print(
-            f"{name:<14} {batch + accepted:6.2f} tokens per step: {accepted:.2f} of {verified} verified accepted{success}",
-            style="bold" if name == "TETRIS" else None,
-            highlight=False,
-        )
+    accepted = sum(node.is_right for r, length in zip(requests, lens, strict=True) for node in r.nodes[:length])
+    console.print(f"no speculation {len(requests):3} tokens in a pass of the target", highlight=False)
+    for name, count in (("uniform", count_uniform(requests, capacity_tokens)), ("TETRIS", accepted)):
+        line = f"{name:<14} {len(requests) + count:3} tokens: {count} of {sum(lens)} verified drafts accepted"
+        console.print(line, style="bold" if name == "TETRIS" else None, highlight=False)
 
 
-def expect_accepted(chains: Sequence[Sequence[float]], draft_lens: Sequence[int]) -> float:
-    """The expected number of accepted drafts: the sum of the chosen tokens' survivals."""
-    return sum(sum(chain[:length]) for chain, length in zip(chains, draft_lens, strict=True))
+def _show(text: str, console: Console) -> str:
+    """White space as marks, but for the space that most tokens begin with."""
+    newline, space = "/_" if console.options.ascii_only else "⏎·"
+    text = text.removeprefix(" ").replace("\n", newline).replace(" ", space) or space
+    return text.encode("ascii", "replace").decode() if console.options.ascii_only else text
 
 
-def draw_token(text: str, survival: float, check: str) -> Text:
-    """A token over its survival; with a check, it is chosen, and shaded by survival where there is colour."""
-    if not check:
-        return Text(f"{text}\n{survival:.0%}", style="dim")
-    shade = f"rgb(0,{round(40 + 110 * survival)},60)"
-    return Text(f"{text}\n{check} {survival:.0%}", style=f"bold white on {shade}")
+def _show_text(text: str, console: Console) -> str:
+    text = text.replace("\n", "/" if console.options.ascii_only else "⏎")
+    return text.encode("ascii", "replace").decode() if console.options.ascii_only else text

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tetris_sglang.tools.fetch import HUMAN_EVAL, SHAREGPT, fetch
 
-QUESTIONS = Path(__file__).resolve().parents[2] / "benchmarks" / "questions.jsonl"
+QUESTIONS = Path(__file__).parents[1] / "data" / "questions.jsonl"
 TRAINING, RESULTS, UNTOUCHED = "training", "results", "untouched"
 SPLITS = {TRAINING: "0123456789", RESULTS: "abc", UNTOUCHED: "def"}
 """By the first hexadecimal digit of the SHA-1 of a conversation's id."""

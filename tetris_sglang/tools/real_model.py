@@ -14,8 +14,8 @@ from tetris_sglang.cache import cache_folder
 from tetris_sglang.tools.fetch import SMOLLM2, NotFetched, fetch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-HEAD = REPOSITORY / "benchmarks" / "smollm2-135m-eagle3"
-"""The EAGLE-3 head that the repository ships for it; an installed package is without it."""
+HEAD = Path(__file__).parents[1] / "data" / "smollm2-135m-eagle3"
+"""The EAGLE-3 head that the package ships for it."""
 
 
 def ensure_target(cache: Path | None = None) -> Path:
@@ -51,17 +51,3 @@ def _dequantise(packed: Path, out: Path) -> None:
     model.hf_quantizer = None
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name).save_pretrained(out)
-
-
-def find_head(folder: Path = HEAD) -> Path:
-    """The shipped draft head.
-
-    Raises:
-        FileNotFoundError: an installed package is without it.
-    """
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(
-            f"{folder} is missing: the draft head belongs to the repository. Run this from a clone, or train one with "
-            "scripts/train_eagle3.py."
-        )
-    return folder

@@ -51,7 +51,7 @@ class ServerProcess:
         entry_point: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
         start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
     ) -> None:
-        self.port = port or _find_free_port()
+        self.port = port or find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = Path(log_path)
         self.command = [*entry_point, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
@@ -178,7 +178,7 @@ def start_all(
             raise
 
 
-def _find_free_port() -> int:
+def find_free_port() -> int:
     """A port that is still free when the server binds it, which is up to a minute later.
 
     So none of those that systems give to outgoing connections (32768 and above on Linux, 49152 elsewhere): waiting for

@@ -51,7 +51,7 @@ def test_late_results_do_not_count_against_the_draft(batch_size, lag):
         AcceptCurves(4, capacity_shares(4)),
     )
     policy.choose = lambda *_: StepPlan(0, 0) if len(accepted) % 3 == 2 else StepPlan(4, 3 * batch_size)
-    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
+    planner = StepPlanner(policy, LIMITS, SimpleNamespace(set=lambda *_: None), "cpu", Ranks())
     batch = SimpleNamespace(reqs=[None] * batch_size, seq_lens_sum=0)
     probs = torch.tensor([0.9, 0.8, 0.7, 0.6]).expand(batch_size, 4)
     proposal = make_chains(torch.zeros((batch_size, 4), dtype=torch.int64), probs, probs)
@@ -71,7 +71,7 @@ def test_late_results_do_not_count_against_the_draft(batch_size, lag):
 def test_drafts_of_requests_that_opted_out_are_not_expected_to_be_accepted(weights, mean_weight):
     """They cannot be selected: were they expected, the draft would be blamed. A deadline class is not worth more tokens."""
     policy = make_auto()
-    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
+    planner = StepPlanner(policy, LIMITS, SimpleNamespace(set=lambda *_: None), "cpu", Ranks())
     policy.choose = lambda *_: StepPlan(NUM_STEPS, NUM_STEPS)
     batch = SimpleNamespace(reqs=[None] * 2, seq_lens_sum=0)
     probs, taking = torch.full((2, NUM_STEPS), 0.7), sum(weight > 0 for weight in weights)
@@ -96,7 +96,7 @@ def test_context_is_counted_also_when_requests_have_just_left(known, lens, expec
     )
     seen = []
     policy.choose = lambda batch_size, limits, context_tokens: seen.append(context_tokens) or StepPlan(0, 0)
-    planner = StepPlanner(policy, LIMITS, SimpleNamespace(observe_step_time=lambda *_: None), "cpu", Ranks())
+    planner = StepPlanner(policy, LIMITS, SimpleNamespace(set=lambda *_: None), "cpu", Ranks())
     lens = None if lens is None else torch.tensor(lens)
     planner.plan(SimpleNamespace(reqs=[None] * 2, seq_lens_sum=known, seq_lens_cpu=lens))
     assert seen == [expected]

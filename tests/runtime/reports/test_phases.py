@@ -10,7 +10,8 @@ from tetris_sglang.runtime.reports.phases import PhaseTimer
 
 def test_phase_timer_measures_only_when_enabled():
     for enabled in (False, True):
-        phases = PhaseTimer(enabled)
+        reported = []
+        phases = PhaseTimer(enabled, lambda phase, _, reported=reported: reported.append(phase))
         for _ in range(2):
             phases.begin_step()
             with phases("draft"):
@@ -19,3 +20,4 @@ def test_phase_timer_measures_only_when_enabled():
         summary = phases.summarise()
         assert set(summary) == ({"draft_ms", "host_ms"} if enabled else set())
         assert all(ms > 0 for ms in summary.values())
+        assert reported == (["draft", "host", "draft"] if enabled else [])

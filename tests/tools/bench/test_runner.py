@@ -378,7 +378,7 @@ def test_sglang_still_warns_in_the_words_that_are_looked_for(plugins):
 @pytest.fixture
 def shipped(monkeypatch):
     monkeypatch.setattr(models_module, "ensure_target", lambda: Path("smollm2"))
-    monkeypatch.setattr(models_module, "find_head", lambda: HEAD)
+    monkeypatch.setattr(models_module, "HEAD", HEAD)
 
 
 def test_the_drafts_of_the_default_target(shipped, tmp_path):
@@ -392,17 +392,6 @@ def test_the_drafts_of_the_default_target(shipped, tmp_path):
     assert find_models(make_settings(model_path="org/m"), {"eagle3", "useless"}, tmp_path) == (
         "org/m", {"ngram": None},
     )  # fmt: skip
-
-
-def test_the_shipped_head_is_needed_for_what_is_made_of_it_alone(shipped, tmp_path, monkeypatch):
-    def find_head():
-        raise FileNotFoundError("the draft head belongs to the repository")
-
-    monkeypatch.setattr(models_module, "find_head", find_head)
-    assert find_models(make_settings(), {"ngram"}, tmp_path).drafts == {"ngram": None}
-    for name in ("eagle3", "useless"):
-        with pytest.raises(FileNotFoundError, match="belongs to the repository"):
-            find_models(make_settings(), {name}, tmp_path)
 
 
 def test_the_useless_draft_is_as_sure_as_the_head_and_wrong(shipped, tmp_path):

@@ -66,12 +66,14 @@ class StepPlanner:
         for step in self._clock.begin():
             predicted_s = self._auto.observe_time(step.shape, step.seconds)
             if predicted_s is not None:
-                self._metrics.observe_step_time(predicted_s, step.seconds)
+                self._metrics.set("step_time_predicted_seconds", predicted_s)
+                self._metrics.set("step_time_measured_seconds", step.seconds)
         self._read_curves()
         context_tokens = _count_context_tokens(batch)
         plan = StepPlan(0, 0)
         if num_speculating:
             plan = self._limit(self._auto.choose(batch_size, self._limits, context_tokens), num_speculating)
+            self._metrics.set("expected_gain", self._auto.expected_gain)
         plan = self._ranks.agree(plan)
         shape = self._limits.shape_of(plan, batch_size, context_tokens)
         self._clock.describe(shape)

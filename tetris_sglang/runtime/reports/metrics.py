@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from sglang.srt.runtime_context import get_observability
@@ -10,70 +11,87 @@ from torch import Tensor
 from tetris_sglang.config import is_tetris
 from tetris_sglang.observers import StepRecord
 
+COUNTERS = {
+    "num_steps": ("steps", "Steps."),
+    "plain_steps": ("plain_steps", "Steps that verified no draft."),
+    "num_requests": ("request_steps", "Requests, summed over steps."),
+    "num_drafting_requests": ("drafting_request_steps", "Requests, summed over the steps that drafted."),
+    "drafted_tokens": ("drafted_tokens", "Draft tokens proposed. Bonus tokens count nowhere."),
+    "selected_tokens": ("selected_tokens", "Draft tokens verified."),
+    "accepted_tokens": ("accepted_tokens", "Draft tokens kept."),
+    "verified_rows": ("verified_rows", "Rows of the target's passes, roots and what fills a graph included."),
+}
+"""What is counted: its name in /server_info, in Prometheus (sglang:tetris_NAME_total), and what it is."""
+ACCEPTED_AT_POSITION = "accepted_at_position", "Requests, summed over steps, that had a draft of this position accepted."
+PHASE_SECONDS = "phase_seconds", "Time of a step's phases (--speculative-tetris-phase-times)."
+GAUGES = {
+    "batch_size": "Requests of the last step.",
+    "draft_depth": "Passes of the draft in the last step.",
+    "capacity_tokens": "Draft tokens verified in the last step.",
+    "expected_gain": "Of the best speculative plan against plain decoding, as last estimated (automatic capacity).",
+    "step_time_predicted_seconds": "Of the last step timed, as predicted (automatic capacity).",
+    "step_time_measured_seconds": "Of the last step timed (automatic capacity).",
+}
+"""sglang:tetris_NAME in Prometheus."""
+
 
 class StepMetrics:
     """An `Observer`: host-side counters of one scheduler process; no device sync.
 
-    drafted: tokens proposed by the draft. selected: those verified. accepted: those kept. Bonus tokens count nowhere.
-
     Args:
+        num_positions: of a draft.
         is_first: of the ranks that do the same; the others export nothing, unless SGLang is asked for all of them.
     """
 
-    def __init__(self, is_first: bool) -> None:
+    def __init__(self, num_positions: int, is_first: bool) -> None:
         self._is_first = is_first
-        self.num_steps = 0
-        self.num_requests = 0
-        self.drafted = 0
-        self.selected = 0
-        self.accepted = 0
-        self.verified_rows = 0
-        self.plain_steps = 0
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._last = dict.fromkeys(("batch_size", "draft_depth", "capacity_tokens"), 0)
+        self._accepted_at = [0] * num_positions
 
     def begin(self, batch, next_token_ids: Tensor) -> None:
         """A prefill counts for nothing."""
 
     def observe(self, record: StepRecord) -> None:
         (depth, selected), batch_size = record.plan, len(record.batch.reqs)
-        drafted = 0 if record.proposal is None else record.proposal.tokens.numel()
-        verified_rows = len(record.packed.input_ids)
-        self.num_steps += 1
-        self.plain_steps += selected == 0
-        self.num_requests += batch_size
-        self.drafted += drafted
-        self.selected += selected
-        self.verified_rows += verified_rows
-        if self._prometheus is not None:
-            self._prometheus["drafted"].inc(drafted)
-            self._prometheus["selected"].inc(selected)
-            self._prometheus["depth"].set(depth)
-            self._prometheus["capacity"].set(selected)
-            if selected == 0:
-                self._prometheus["plain_steps"].inc()
+        self._count("num_steps", 1)
+        self._count("num_requests", batch_size)
+        self._count("verified_rows", len(record.packed.input_ids))
+        if selected:
+            self._count("num_drafting_requests", batch_size)
+            self._count("drafted_tokens", record.proposal.tokens.numel())
+            self._count("selected_tokens", selected)
+        else:
+            self._count("plain_steps", 1)
+        self._last = {"batch_size": batch_size, "draft_depth": depth, "capacity_tokens": selected}
+        for name, value in self._last.items():
+            self.set(name, value)
 
-    def observe_step_time(self, predicted_s: float, measured_s: float) -> None:
-        """A step's time has become known (automatic capacity)."""
+    def set(self, gauge: str, value: float) -> None:
+        """One of `GAUGES`."""
         if self._prometheus is not None:
-            self._prometheus["predicted"].set(predicted_s)
-            self._prometheus["measured"].set(measured_s)
+            self._prometheus[gauge].set(value)
 
-    def count_accepted(self, accepted: int) -> None:
-        self.accepted += accepted
+    def count_accepted(self, num_accepted: Sequence[int]) -> None:
+        """Drafts that each request of a step had accepted have become known."""
+        self._count("accepted_tokens", sum(num_accepted))
+        for position in range(max(num_accepted, default=0)):
+            reached = sum(n > position for n in num_accepted)
+            self._accepted_at[position] += reached
+            if self._prometheus is not None:
+                self._prometheus[ACCEPTED_AT_POSITION[0]].labels(position + 1).inc(reached)
+
+    def count_phase(self, phase: str, seconds: float) -> None:
         if self._prometheus is not None:
-            self._prometheus["accepted"].inc(accepted)
+            self._prometheus[PHASE_SECONDS[0]].labels(phase).inc(seconds)
 
-    def summarise(self) -> dict[str, float]:
-        return {
-            "num_steps": self.num_steps,
-            # Those that drafted nothing.
-            "plain_steps": self.plain_steps,
-            "num_requests": self.num_requests,
-            "drafted_tokens": self.drafted,
-            "selected_tokens": self.selected,
-            "accepted_tokens": self.accepted,
-            # Rows of the target's passes: selected drafts and one root per request.
-            "verified_rows": self.verified_rows,
-        }
+    def _count(self, name: str, value: int) -> None:
+        self._counts[name] += value
+        if value and self._prometheus is not None:
+            self._prometheus[name].inc(value)
+
+    def summarise(self) -> dict[str, float | list[int]]:
+        return {**self._counts, **self._last, ACCEPTED_AT_POSITION[0]: self._accepted_at}
 
     @cached_property
     def _prometheus(self):
@@ -83,18 +101,11 @@ class StepMetrics:
         # Imported late: SGLang sets the multiprocess directory before the first metric exists.
         from prometheus_client import Counter, Gauge
 
-        metrics = {
-            name: Counter(f"sglang:tetris_{name}_tokens", f"Draft tokens {name} under TETRIS.")
-            for name in ("drafted", "selected", "accepted")
-        }
-        metrics["plain_steps"] = Counter("sglang:tetris_plain_steps", "Steps without drafting under TETRIS.")
-        for name, unit_name, help_text in (
-            ("depth", "draft_depth", "Passes of the draft in the last step."),
-            ("capacity", "capacity_tokens", "Draft tokens verified in the last step."),
-            ("predicted", "step_time_predicted_seconds", "Of the last step timed, as predicted."),
-            ("measured", "step_time_measured_seconds", "Of the last step timed."),
-        ):
-            metrics[name] = Gauge(f"sglang:tetris_{unit_name}", help_text, multiprocess_mode="mostrecent")
+        metrics = {key: Counter(f"sglang:tetris_{name}", text) for key, (name, text) in COUNTERS.items()}
+        for (name, text), label in ((ACCEPTED_AT_POSITION, "position"), (PHASE_SECONDS, "phase")):
+            metrics[name] = Counter(f"sglang:tetris_{name}", text, [label])
+        for name, text in GAUGES.items():
+            metrics[name] = Gauge(f"sglang:tetris_{name}", text, multiprocess_mode="mostrecent")
         return metrics
 
 

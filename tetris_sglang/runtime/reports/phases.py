@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -18,10 +18,13 @@ class PhaseTimer:
     On a CPU a phase is the wall time of its code. On CUDA it is the device's time between two events, read when both have
     passed: no sync. `host` is the time between two steps: the scheduler's own work and, on a CPU, prefill batches of other
     requests; on CUDA it is measured on the host, where it may run beside the device's work.
+
+    Args:
+        report: told of every phase's name and seconds.
     """
 
-    def __init__(self, enabled: bool, on_cuda: bool = False) -> None:
-        self._enabled, self._on_cuda = enabled, on_cuda
+    def __init__(self, enabled: bool, report: Callable[[str, float], None], on_cuda: bool = False) -> None:
+        self._enabled, self._report, self._on_cuda = enabled, report, on_cuda
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._num_steps = 0
@@ -36,7 +39,7 @@ class PhaseTimer:
     def _measure(self, phase: str) -> Iterator[None]:
         started_at = time.perf_counter()
         yield
-        self._seconds[phase] += time.perf_counter() - started_at
+        self._add(phase, time.perf_counter() - started_at)
 
     @contextmanager
     def _measure_on_device(self, phase: str) -> Iterator[None]:
@@ -50,7 +53,7 @@ class PhaseTimer:
         if self._enabled and self._step_ended_at is not None:
             pause = time.perf_counter() - self._step_ended_at
             if pause < _IDLE_SECONDS:
-                self._seconds["host"] += pause
+                self._add("host", pause)
 
     def end_step(self) -> None:
         if self._enabled:
@@ -61,7 +64,11 @@ class PhaseTimer:
     def _collect(self) -> None:
         while self._pending and self._pending[0][2].query():
             phase, start, end = self._pending.popleft()
-            self._seconds[phase] += start.elapsed_time(end) / 1e3
+            self._add(phase, start.elapsed_time(end) / 1e3)
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] += seconds
+        self._report(phase, seconds)
 
     def summarise(self) -> dict[str, float]:
         """Milliseconds per step of each phase; empty when not enabled or before the first step."""

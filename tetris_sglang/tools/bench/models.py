@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tetris_sglang.tools.bench.arms import Arm
 from tetris_sglang.tools.bench.settings import Settings
-from tetris_sglang.tools.real_model import ensure_target, find_head
+from tetris_sglang.tools.real_model import HEAD, ensure_target
 
 
 class Models(NamedTuple):
@@ -30,13 +30,13 @@ def find_models(settings: Settings, needed: Collection[str], folder: Path) -> Mo
     Args:
         folder: for drafts that are made here.
     Raises:
-        FileNotFoundError: the shipped head, or the weights that the useless draft is made of, are missing.
+        FileNotFoundError: the weights that the useless draft is made of are missing.
         NotFetched: the target cannot be had.
     """
     drafts: dict[str, str | None] = {"ngram": None} | dict(path.split("=", 1) for path in settings.draft_paths)
     missing = set(needed) - drafts.keys()
     if missing & {"eagle3", "useless"} and not settings.model_path:
-        drafts.setdefault("eagle3", str(find_head()))
+        drafts.setdefault("eagle3", str(HEAD))
     if "useless" in missing and "eagle3" in drafts:
         drafts["useless"] = str(make_useless(Path(drafts["eagle3"]), folder / "useless-draft"))
     return Models(settings.model_path or str(ensure_target()), drafts)

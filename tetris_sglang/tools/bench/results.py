@@ -150,7 +150,7 @@ def describe_commit(repository: Path = REPOSITORY) -> str:
     git = ["git", "-C", str(repository)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True)
-        watched = ["tetris_sglang", "benchmarks/*.py", "benchmarks/*.jsonl", "benchmarks/smollm2-135m-eagle3"]
+        watched = ["tetris_sglang", "benchmarks/*.py"]
         changes = subprocess.run([*git, "status", "--porcelain", "--", *watched], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
