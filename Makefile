@@ -1,7 +1,7 @@
 # `make` lists the targets. Everything is installed into .venv; models made for the demo and the benchmarks are kept in
 # ~/.cache/tetris_sglang (SGLANG_TETRIS_CACHE). As root, a missing python3-venv is installed with apt.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-fast bench check lint docs clean gpu-bundle gpu-dry-run gpu-check
+.PHONY: help env demo test test-fast bench check lint docs dist clean gpu-bundle gpu-dry-run gpu-check
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -44,6 +44,9 @@ lint: env ## ruff, its format, and types of the pure packages
 
 docs: env ## the documentation as a site in build/site; a broken link stops it
 	./scripts/make_docs.sh
+
+dist: env ## the last commit's wheel and sdist in dist/, reproducible and checked
+	./scripts/make_dist.sh
 
 gpu-bundle: env ## what an offline GPU host lacks, in build/gpu-bundle (docs/gpu.md)
 	./scripts/gpu/make_bundle.sh

@@ -163,5 +163,5 @@ def test_sampled_drafts_meet_sampled_targets(tetris, mixed_prompts, request):
     tetris.generate_all(mixed_prompts[:16], temperature=1, max_new_tokens=64, ignore_eos=True)
     after = tetris.tetris_state()
     accepted, selected = (after[f"{n}_tokens"] - before[f"{n}_tokens"] for n in ("accepted", "selected"))
-    assert selected > 100
+    assert selected > 50
     assert accepted > MIN_SAMPLED_SUCCESS[name] * selected

@@ -10,7 +10,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from tetris_sglang.tools.bench.settings import (
     DTYPE,
     FULL,
     QUICK,
+    RECOMMEND,
     REQUEST_RATES,
     Settings,
     build_settings,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from tetris_sglang.tools.bench.results import Results
 
 RESULTS = Path("bench.json")
-_NO_SETTINGS = ("full", "out", "resume", "report_only", "step_picture", "draft")
+_NO_SETTINGS = ("full", "recommend", "out", "resume", "report_only", "step_picture", "draft")
 
 
 def _quick_and_full(name: str) -> str:
@@ -43,6 +44,13 @@ def _quick_and_full(name: str) -> str:
 
 def bench(
     full: Annotated[bool, typer.Option("--full/--quick", help="Everything, or what fits in a coffee break.")] = False,
+    recommend: Annotated[
+        bool,
+        typer.Option(
+            "--recommend",
+            help="Compare every --draft and n-grams, combs and chains, and SGLang's own, and say what to serve with.",
+        ),
+    ] = False,
     arms: Annotated[
         str | None,
         typer.Option(
@@ -186,6 +194,8 @@ def bench(
     """
     options = {name: value for name, value in locals().items() if name not in _NO_SETTINGS}
     options["draft_paths"] = draft or ()
+    from tetris_sglang.tools.bench.models import list_drafts
+    from tetris_sglang.tools.bench.recommend import print_recommendation
     from tetris_sglang.tools.bench.report import print_tables
     from tetris_sglang.tools.bench.servers import RunFailed
 
@@ -201,7 +211,7 @@ def bench(
             if not results["samples"]:
                 raise ValueError(f"{out} holds no run yet")
         else:
-            settings = build_settings(preset=FULL if full else QUICK, options=options)
+            settings = _build(full, recommend, options)
             if variables := find_settings():
                 raise ValueError(
                     f"{', '.join(variables)}: settings in the environment would change every TETRIS arm. Unset them"
@@ -215,8 +225,23 @@ def bench(
         console.print(f"interrupted; complete rounds are kept in {out}: go on with --resume")
         raise typer.Exit(130) from None
     print_tables(results, console)
+    if recommend:
+        print_recommendation(results, list_drafts(results["settings"]), console)
     for path in [out, *write_reports(results, out)]:
         console.print(str(path), highlight=False, soft_wrap=True)
+
+
+def _build(full: bool, recommend: bool, options: dict[str, Any]) -> Settings:
+    if full and recommend:
+        raise ValueError("--full and --recommend choose arms each: give one of them")
+    if recommend:
+        own = [draft.partition("=")[0] for draft in options["draft_paths"]] or [DRAFTS[0]]
+        options = options | {
+            "drafts": options["drafts"] or ",".join(dict.fromkeys([*own, "ngram"])),
+            # Chains; the server's default has runners-up, too.
+            "num_draft_tokens": options["num_draft_tokens"] or str(options["num_steps"] + 1),
+        }
+    return build_settings(preset=RECOMMEND if recommend else FULL if full else QUICK, options=options)
 
 
 def _compare(settings: Settings, out: Path, resume: bool, step_picture: bool, console: Console) -> Results:

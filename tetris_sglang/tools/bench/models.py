@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tetris_sglang.tools.bench.arms import Arm
 from tetris_sglang.tools.bench.settings import Settings
@@ -33,13 +34,17 @@ def find_models(settings: Settings, needed: Collection[str], folder: Path) -> Mo
         FileNotFoundError: the weights that the useless draft is made of are missing.
         NotFetched: the target cannot be had.
     """
-    drafts: dict[str, str | None] = {"ngram": None} | dict(path.split("=", 1) for path in settings.draft_paths)
+    drafts = list_drafts(asdict(settings))
     missing = set(needed) - drafts.keys()
-    if missing & {"eagle3", "useless"} and not settings.model_path:
-        drafts.setdefault("eagle3", str(HEAD))
     if "useless" in missing and "eagle3" in drafts:
         drafts["useless"] = str(make_useless(Path(drafts["eagle3"]), folder / "useless-draft"))
     return Models(settings.model_path or str(ensure_target()), drafts)
+
+
+def list_drafts(settings: Mapping[str, Any]) -> dict[str, str | None]:
+    """Each draft's folder, None for n-grams, of the settings as results have them."""
+    drafts: dict[str, str | None] = {"ngram": None} if settings["model_path"] else {"ngram": None, "eagle3": str(HEAD)}
+    return drafts | dict(path.split("=", 1) for path in settings["draft_paths"])
 
 
 def make_useless(head: Path, out: Path) -> Path:

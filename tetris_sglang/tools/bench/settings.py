@@ -29,6 +29,12 @@ FULL = {
     "temperature": "0,1",
     "prompts": 32,
 }
+RECOMMEND = QUICK | {
+    "k": "1,3",
+    "capacity_tokens": "none",
+    "concurrency": "1,4,16",
+}
+"""With every draft that is there, and chains beside combs."""
 REQUEST_RATES = "1,2,4"
 ARRIVALS = ("closed", "poisson")
 # SGLang's own choice for the default target, float16, is slow on most CPUs.
