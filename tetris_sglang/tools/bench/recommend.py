@@ -66,8 +66,8 @@ def print_recommendation(results: Results, drafts: Mapping[str, str | None], con
         table.add_row(candidate.arm, f"{candidate.gain:.2f}", f"{worst.throughput.median:.2f}", there, style=style)
     console.print(table)
     console.print(
-        f"Output tokens per second over those without speculation. Of what reaches {AS_GOOD} of the best, the one with the fewest "
-        "flags.\n",
+        f"Output tokens per second over those without speculation. Of what reaches {AS_GOOD} of the best, the one with the "
+        "fewest flags.\n",
         style="dim",
     )
     if chosen is None:
