@@ -37,10 +37,11 @@ bench: env ## the same three compared on real prompts, side by side
 check: env ## what is installed, and what would stop TETRIS from starting
 	$(VENV)/bin/tetris-sglang check
 
-lint: env ## ruff, its format, and types of the pure packages
+lint: env ## ruff, its format, types of the pure packages, and the Dockerfiles
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/hadolint docker/Dockerfile docker/cpu.Dockerfile
 
 docs: env ## the documentation as a site in build/site; a broken link stops it
 	./scripts/make_docs.sh
