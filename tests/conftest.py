@@ -60,7 +60,7 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid: str) -> str:
             if not nodeid.startswith("tests/e2e/"):
                 return _REPLAYS if nodeid.startswith(_REPLAYS) else nodeid
-            has_its_own = "[perfect" in nodeid or nodeid.startswith("tests/e2e/test_bad_start.py")
+            has_its_own = "[perfect" in nodeid or nodeid.startswith(("tests/e2e/test_bad_start.py", "tests/e2e/test_random"))
             return "their own servers" if has_its_own else "shared servers"
 
     return ServersTogether(config, log)
