@@ -8,8 +8,9 @@ tools=build/test-tools
 missing=()
 command -v tmux >/dev/null || missing+=(tmux)
 command -v chromium >/dev/null || missing+=(chromium)
-has_prometheus=$(command -v prometheus || [ -x "$tools/usr/bin/prometheus" ] && echo yes || echo no)
-if [ ${#missing[@]} = 0 ] && [ "$has_prometheus" != no ]; then exit; fi
+has_prometheus=no
+if command -v prometheus >/dev/null || [ -x "$tools/usr/bin/prometheus" ]; then has_prometheus=yes; fi
+if [ ${#missing[@]} = 0 ] && [ $has_prometheus = yes ]; then exit; fi
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     echo "install_test_tools: not root on Debian: tests that need ${missing[*]:-} prometheus are skipped where they are missing"
     exit
@@ -18,7 +19,7 @@ apt-get update -q
 if [ ${#missing[@]} != 0 ]; then
     DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"
 fi
-if [ "$has_prometheus" = no ]; then
+if [ $has_prometheus = no ]; then
     mkdir -p "$tools"
     (cd "$tools" && apt-get download -q prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb)
 fi

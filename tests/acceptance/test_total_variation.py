@@ -7,14 +7,14 @@ distance is 0.002 on average.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.acceptance.test_exact import DRAFT, TARGET
+from tests.acceptance.test_exact import DRAFT, TARGET, uniforms
+from tests.acceptance.test_rules import drawing, pack
 from tests.e2e.conftest import PAIR
 from tetris_sglang.acceptance import (
     RequestNoise,
@@ -78,16 +78,18 @@ def by_recursion(step: Step):
     """Rejection; of chains, plain rejection sampling."""
     parents = _parents(step.grid)
     children = 1 if step.grid.shape is None else 2
-    coins = _uniforms(step, len(parents), DEPTH, children)
-    probs, starts = _pack(step)
-    kept = accept_recursively(step.grid.tokens, parents, step.draft_lens, probs, starts, step.levels, coins, _draw(step))
+    coins = uniforms(step.generator, len(parents), DEPTH, children)
+    probs, starts = pack(step.probs, step.draft_lens)
+    kept = accept_recursively(
+        step.grid.tokens, parents, step.draft_lens, probs, starts, step.levels, coins, drawing(step.generator)
+    )
     return kept.path, kept.num_accepted, kept.bonus_tokens
 
 
 def by_block(step: Step):
-    coins = _uniforms(step, len(step.probs), DEPTH)
-    probs, starts = _pack(step)
-    kept = accept_block(step.grid.tokens, step.draft_lens, probs, starts, step.levels, coins, _draw(step))
+    coins = uniforms(step.generator, len(step.probs), DEPTH)
+    probs, starts = pack(step.probs, step.draft_lens)
+    kept = accept_block(step.grid.tokens, step.draft_lens, probs, starts, step.levels, coins, drawing(step.generator))
     return _chain_path(step), *kept
 
 
@@ -95,7 +97,7 @@ def broken(step: Step):
     """Behind a rejected draft the target's own law."""
     path, num_accepted, _ = by_recursion(step)
     last = path.gather(1, num_accepted.long()[:, None])[:, 0]
-    return path, num_accepted, _draw(step)(step.probs[torch.arange(len(path)), last])
+    return path, num_accepted, drawing(step.generator)(step.probs[torch.arange(len(path)), last])
 
 
 def _parents(grid: Grid):
@@ -110,20 +112,6 @@ def _depths(grid: Grid):
 
 def _chain_path(step: Step):
     return torch.arange(DEPTH + 1).expand(len(step.probs), -1)
-
-
-def _uniforms(step: Step, *shape: int):
-    return torch.rand(*shape, dtype=torch.float64, generator=step.generator)
-
-
-def _pack(step: Step):
-    verify_lens = step.draft_lens + 1
-    is_verified = torch.arange(step.probs.shape[1]) < verify_lens[:, None]
-    return step.probs[is_verified], torch.nn.functional.pad(verify_lens.cumsum(0), (1, 0))[:-1]
-
-
-def _draw(step: Step) -> Callable:
-    return lambda weights: (weights / -_uniforms(step, *weights.shape).log()).argmax(dim=1)
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------------
@@ -144,7 +132,7 @@ def decode(laws: Laws, rule, num_children: int, is_coupled: bool, first_seed: in
                 race = perturb(q.log(), noise, emitted + level)
                 scores, tokens = race.softmax(dim=1).topk(num_children, dim=1)
             else:
-                race = q.log() - (-torch.rand(*q.shape, dtype=torch.float64, generator=generator).log()).log()
+                race = q.log() - (-uniforms(generator, *q.shape).log()).log()
                 # Selection is told nothing of what was drawn here.
                 tokens, scores = race.topk(num_children, dim=1).indices, q.topk(num_children, dim=1).values.float()
             if grower is None:

@@ -91,14 +91,12 @@ def select(requests: list[Request], capacity_tokens: int) -> list[int]:
 
 def list_chain(request: Request) -> list[Node]:
     """The likeliest node of every level, which the draft went on from."""
-    chain: list[Node] = []
-    while True:
-        parent = request.nodes.index(chain[-1]) + 1 if chain else 0
-        children = [node for node in request.nodes if node.parent == parent]
-        if not children:
-            return chain
-        has_children = [node for node in children if any(n.parent == request.nodes.index(node) + 1 for n in request.nodes)]
-        chain.append((has_children or children)[0])
+    parents = {node.parent for node in request.nodes}
+    chain, last = [], 0
+    while children := [number for number, node in enumerate(request.nodes, start=1) if node.parent == last]:
+        last = next((number for number in children if number in parents), children[0])
+        chain.append(request.nodes[last - 1])
+    return chain
 
 
 def count_uniform(requests: list[Request], capacity_tokens: int) -> int:
@@ -127,7 +125,7 @@ def draw(requests: list[Request], capacity_tokens: int, console: Console) -> Non
         table.add_column(f"draft {level}", no_wrap=True)
     for request, length in zip(requests, lens, strict=True):
         chain = list_chain(request)
-        cells = [[Text()] for _ in range(depth)]
+        cells: list[list[Text]] = [[] for _ in range(depth)]
         for number, node in enumerate(request.nodes):
             mark = "" if number >= length else right if node.is_right else wrong
             style = "dim" if not mark else "bold green" if node.is_right else "yellow"
@@ -138,7 +136,7 @@ def draw(requests: list[Request], capacity_tokens: int, console: Console) -> Non
             cell = cells[node.depth - 1]
             cell.insert(0 if node in chain else len(cell), token)
         text = Text(_show_text(request.text, console)[-18:])
-        table.add_row(text, *[Text("\n").join(part for part in cell if part.plain) for cell in cells], end_section=True)
+        table.add_row(text, *[Text("\n").join(cell) for cell in cells], end_section=True)
     # Wider than a pipe's 80 columns if need be: a cut or folded mark would tell a lie.
     wide = console.options.update(width=10_000)
     width = max(console.width, table.__rich_measure__(console, wide).maximum)
@@ -158,9 +156,8 @@ def draw(requests: list[Request], capacity_tokens: int, console: Console) -> Non
 
 def _show(text: str, console: Console) -> str:
     """White space as marks, but for the space that most tokens begin with."""
-    newline, space = "/_" if console.options.ascii_only else "⏎·"
-    text = text.removeprefix(" ").replace("\n", newline).replace(" ", space) or space
-    return text.encode("ascii", "replace").decode() if console.options.ascii_only else text
+    space = "_" if console.options.ascii_only else "·"
+    return _show_text(text.removeprefix(" ").replace(" ", space) or space, console)
 
 
 def _show_text(text: str, console: Console) -> str:
