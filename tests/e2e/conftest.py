@@ -243,7 +243,7 @@ def auto(servers) -> Client:
     return servers.get("auto")[0]
 
 
-@pytest.fixture(scope="session", params=["perfect", "perfect_comb", "perfect_switching"])
+@pytest.fixture(scope="module", params=["perfect", "perfect_comb", "perfect_switching"])
 def perfect(servers, request):
     yield servers.get(request.param)[0]
     servers.stop_one(request.param)
