@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from tests.e2e.client import Client, Reference
 from tests.e2e.plugins import SWITCHING_PLANS, UNLIKE_RANKS, write_plugin
+from tests.other_vocabulary import make_other_vocabulary
 from tetris_sglang.portable_cpu.defaults import OVERLAP_VARIABLE
 from tetris_sglang.tools.server_process import ServerProcess, start_all
 
@@ -28,6 +29,7 @@ NUM_STEPS = 5
 """Tokens behind the last pass's, where chains go on."""
 MTP_CHECKPOINT = "MTP_CHECKPOINT"
 TOKEN_MAP = "TOKEN_MAP"
+OTHER_VOCABULARY = "OTHER_VOCABULARY"
 """These stand for files that are made when a server needs them."""
 
 COMMON = [
@@ -50,9 +52,10 @@ ARGUMENTS = {
         *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT),
         "--speculative-tetris-capacity-per-request", "2.5", "--speculative-tetris-phase-times", "true",
     ],
-    # Synchronous scheduling, pages, an absolute capacity below the batch size: most requests get 0 drafts in most steps.
+    # Synchronous scheduling, pages, an absolute capacity below the batch size: most requests get 0 drafts in most steps. The
+    # draft's tokens are not the target's.
     "synchronous": [
-        *COMMON, *TETRIS, "--speculative-draft-model-path", str(DRAFT), "--disable-overlap-schedule",
+        *COMMON, *TETRIS, "--speculative-draft-model-path", OTHER_VOCABULARY, "--disable-overlap-schedule",
         "--speculative-tetris-capacity-tokens", "10", "--page-size", "16", "--speculative-num-draft-tokens", "8",
     ],
     # The draft is the target, so every draft of it must be accepted: a stale, shifted or missing draft KV entry shows
@@ -161,6 +164,7 @@ class Servers:
         made = {
             MTP_CHECKPOINT: lambda: self._mtp_checkpoint,
             TOKEN_MAP: lambda: self._token_map,
+            OTHER_VOCABULARY: lambda: self._other_vocabulary,
         }
         arguments = [str(made[argument]()) if argument in made else argument for argument in ARGUMENTS[name]]
         if name in RECORDING:
@@ -187,6 +191,11 @@ class Servers:
         if not folder.exists():
             make_mtp_checkpoint(TARGET, PAIR / "mtp", folder)
         return folder
+
+    @cached_property
+    def _other_vocabulary(self) -> Path:
+        folder = self._log_folder / "other_vocabulary"
+        return folder if folder.exists() else make_other_vocabulary(DRAFT, folder)
 
     @cached_property
     def _token_map(self) -> Path:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tetris_sglang.tools.demo import NONE, TETRIS, server_arguments
-from tetris_sglang.tools.load import count_drafts, generate
+from tetris_sglang.tools.load import Completion, count_drafts, generate
 from tetris_sglang.tools.prompts import read_questions, render_chats
 from tetris_sglang.tools.real_model import HEAD, ensure_target
 from tetris_sglang.tools.server_process import ServerProcess
@@ -14,8 +14,7 @@ from tetris_sglang.tools.server_process import ServerProcess
 NEW_TOKENS = 48
 
 
-
-def serve(arguments: list[str], log_path: Path, prompts: list[str]) -> list[Answer]:
+def serve(arguments: list[str], log_path: Path, prompts: list[str]) -> list[Completion]:
     """What a server answers that runs for these prompts alone: two of this model beside the tests' others fill 24 GB."""
     server = ServerProcess(arguments, log_path, start_timeout_s=600)
     try:

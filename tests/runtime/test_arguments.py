@@ -407,15 +407,15 @@ def test_folder_without_a_config(make_args, tmp_path):
     )
 
 
-def test_vocabularies_that_differ(make_args, write_config):
-    draft = write_config("other", vocab_size=500)
+def test_a_heads_vocabulary_is_the_targets(make_args, write_config):
+    draft = write_config("other", **HEAD, architectures=["LlamaForCausalLMEagle"], vocab_size=500)
     assert_refused(
-        make_args(speculative_draft_model_path=draft),
-        f"--speculative-draft-model-path {draft}",
-        "500",
-        "512",
-        "Choose",
+        make_args(speculative_draft_model_path=draft), f"--speculative-draft-model-path {draft}", "500", "512", "Choose"
     )
+
+
+def test_a_standalone_drafts_vocabulary_may_differ(make_args, write_config):
+    validate_server_args(make_args(speculative_draft_model_path=write_config("other", vocab_size=500)))
 
 
 ARCHITECTURES = {

@@ -232,6 +232,8 @@ def test_everything_is_found_here(plugins):
     assert details["attention backend"] == "torch_ragged"
     assert details["arguments"] == "accepted: 6 tokens drafted per request, as many verified as pay"
     assert details["draft"] == "standalone, chains with 1 runner-up of each token"
+    assert details["vocabulary"] == "the target's"
+    assert "target: 0.01 GiB of weights, 2.5 KiB of keys and values a token; draft: 0.00 GiB" in details["memory"]
     assert "cores" in details["device"] and "portable CPU platform" in details["device"]
     for target in ("add_cli_args", "_validate_one_request", "_add_speculative", "_verify_uses_greedy"):
         assert target in details

@@ -337,12 +337,12 @@ def _validate_models(args, config: TetrisConfig) -> str:
             "--speculative-draft-model-path is empty: give the path or hub name of a draft, or leave the flag out to draft "
             "from n-grams of recent texts."
         )
-    target = _load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
+    target = load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
     _validate_architecture("--model-path", args.model_path, target)
     _validate_positions(args, target)
     draft = None
     if draft_path is not None:
-        draft = _load_config(
+        draft = load_config(
             draft_path,
             "--speculative-draft-model-path",
             args.trust_remote_code,
@@ -355,10 +355,11 @@ def _validate_models(args, config: TetrisConfig) -> str:
             f"--speculative-token-map {args.speculative_token_map}: it belongs to EAGLE heads, and this draft is {kind}. "
             f"Leave it out."
         )
-    if draft is not None and target.vocab_size != draft.vocab_size:
+    # A standalone draft's tokens are matched with the target's when both are loaded (runtime/drafts/workers.py).
+    if kind in draft_kind.HEADS and draft is not None and target.vocab_size != draft.vocab_size:
         raise ValueError(
             f"--speculative-draft-model-path {draft_path}: its vocabulary has {draft.vocab_size} tokens, that of "
-            f"--model-path {args.model_path} has {target.vocab_size}. Choose a draft with the target's tokenizer."
+            f"--model-path {args.model_path} has {target.vocab_size}. Choose a head trained for this target."
         )
     if kind in draft_kind.HEADS and target.hidden_size != getattr(
         draft, "target_hidden_size", draft.hidden_size if draft else target.hidden_size
@@ -370,7 +371,7 @@ def _validate_models(args, config: TetrisConfig) -> str:
     return kind
 
 
-def _load_config(path: str, flag: str, trust_remote_code: bool, revision: str | None):
+def load_config(path: str, flag: str, trust_remote_code: bool, revision: str | None):
     """The text part of a model's config, without its weights."""
     from transformers import AutoConfig
 

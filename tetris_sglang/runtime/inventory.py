@@ -310,6 +310,11 @@ SYMBOLS: tuple[Symbol, ...] = (
         "tensor-parallel ranks do what the first one decides",
     ),
     Symbol(_SRT + "distributed.parallel_state.GroupCoordinator.broadcast", ("input_", "src"), "drafts and draws"),
+    Symbol(
+        _SRT + "utils.hf_transformers_utils.get_tokenizer",
+        ("tokenizer_name", "trust_remote_code", "tokenizer_revision"),
+        "a standalone draft's vocabulary; SGLang itself loads no tokenizer for a draft",
+    ),
     Symbol(_SRT + "runtime_context.get_model", (), "the draft's own layout of shared experts"),
     Symbol(
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
@@ -344,11 +349,6 @@ SYMBOLS: tuple[Symbol, ...] = (
             "hot_token_id",
         ),
         "loads the draft model and its attention backends",
-    ),
-    Symbol(
-        _SPEC + "standalone_worker_v2.StandaloneWorkerV2._validate_vocab_compatibility",
-        ("target_vocab_size", "target_tokenizer"),
-        "draft and target share a vocabulary",
     ),
     Symbol(
         _SPEC + "eagle_worker_v2.EagleDraftWorker",

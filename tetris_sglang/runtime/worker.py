@@ -9,7 +9,6 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
 from tetris_sglang.capacity import (
     AcceptCurves,
@@ -21,6 +20,7 @@ from tetris_sglang.capacity import (
     capacity_shares,
 )
 from tetris_sglang.config import TetrisConfig
+from tetris_sglang.drafting.vocabulary import VocabularyMap
 from tetris_sglang.estimates.estimator import AcceptanceEstimator
 from tetris_sglang.observers import Observer
 from tetris_sglang.runtime.acceptance_rules import Acceptance, CoupledAcceptance, DrawnAcceptance
@@ -29,7 +29,7 @@ from tetris_sglang.runtime.drafts.kind import HEADS, NGRAM, STANDALONE, current_
 from tetris_sglang.runtime.drafts.model import ModelDraft
 from tetris_sglang.runtime.drafts.ngram import NgramDraft
 from tetris_sglang.runtime.drafts.spec import DraftSpec
-from tetris_sglang.runtime.drafts.workers import HeadWorker, StandaloneModelWorker
+from tetris_sglang.runtime.drafts.workers import HeadWorker, StandaloneModelWorker, find_vocabulary
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.kv_moves import check_kv_pool
 from tetris_sglang.runtime.logits import count_written
@@ -74,12 +74,7 @@ class TetrisWorker(BaseSpecWorker):
         if self._kind != NGRAM:
             worker_class = HeadWorker if self._kind in HEADS else StandaloneModelWorker
             self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
-        if self._kind == STANDALONE:
-            StandaloneWorkerV2._validate_vocab_compatibility(
-                self,
-                target_vocab_size=target_worker.model_runner.model_config.vocab_size,
-                target_tokenizer=target_worker.tokenizer,
-            )
+        self._vocabulary = self._find_vocabulary() if self._kind == STANDALONE else None
         logger.info("TETRIS: %s draft, %s", self._kind, self.config)
 
     # -- what SGLang asks of a speculative worker ------------------------------------------------------------------
@@ -134,6 +129,12 @@ class TetrisWorker(BaseSpecWorker):
         self._draft = self._make_draft(spec)
         self._recorder = self._make_recorder(num_slots)
 
+    def _find_vocabulary(self) -> VocabularyMap | None:
+        runners = self._target_worker.model_runner, self._draft_worker.draft_runner
+        sizes = (runner.model_config.vocab_size for runner in runners)
+        vocabulary = find_vocabulary(self.server_args, self._target_worker.tokenizer, *sizes)
+        return None if vocabulary is None else vocabulary.to(self.device)
+
     def _make_draft(self, spec: DraftSpec) -> Draft:
         estimate = self._estimator or trust
         if self._kind == NGRAM:
@@ -147,6 +148,7 @@ class TetrisWorker(BaseSpecWorker):
             # What a drawn token has in common with a match must not reach selection.
             texts=self._texts if self.config.calibration and not self.config.draws_drafts else None,
             acceptance=self._acceptance,
+            vocabulary=self._vocabulary,
         )
 
     def _make_recorder(self, num_slots: int) -> StepRecorder | None:

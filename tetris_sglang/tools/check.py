@@ -13,6 +13,7 @@ import platform
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from tetris_sglang import __version__, contacts
 from tetris_sglang.compat import SUPPORTED_SGLANG, check_sglang_version
 from tetris_sglang.config import DEFAULT_NUM_STEPS, TetrisConfig, find_settings
 from tetris_sglang.contacts import Hook
+from tetris_sglang.tools.model_memory import kv_bytes_per_token, weights_bytes
 
 ENTRY_POINT_GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
 _ENTRY_POINT = "tetris"
@@ -282,6 +284,55 @@ def _check_arguments(server_arguments: list[str]) -> Iterator[Finding]:
     shape = "chains" if num_children == 1 else f"chains with {num_children - 1} runner-up of each token"
     yield Finding("ok", "draft", f"{current_kind()}, {shape}")
     yield Finding("ok", "arguments", f"accepted: {_describe(config)}")
+    yield from _check_models(resolved)
+
+
+def _check_models(args) -> Iterator[Finding]:
+    """What the models take, and what a standalone draft's vocabulary has in common with the target's."""
+    from tetris_sglang.runtime.arguments import load_config
+    from tetris_sglang.runtime.drafts.kind import HEADS, MTP, NGRAM, STANDALONE, current_kind
+
+    kind, trusted = current_kind(), args.trust_remote_code
+    target = load_config(args.model_path, "--model-path", trusted, args.revision)
+    dtype = None if args.dtype in ("auto", "half") else args.dtype
+    kv_dtype = dtype or str(getattr(target, "dtype", None)).removeprefix("torch.")
+    kv_dtype = kv_dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    target_kv = kv_bytes_per_token(target, kv_dtype)
+    parts = [f"target: {_gigabytes(args.model_path, dtype)}, {target_kv / 1024:.1f} KiB of keys and values a token"]
+    if kind != NGRAM:
+        path = args.speculative_draft_model_path
+        draft = load_config(path, "--speculative-draft-model-path", trusted, args.speculative_draft_model_revision)
+        draft_kv = kv_bytes_per_token(draft, kv_dtype, num_layers=1 if kind == MTP else None)
+        weights = "in the target's weights" if path == args.model_path else _gigabytes(path, dtype)
+        parts.append(f"draft: {weights}, {draft_kv / 1024:.1f} KiB a token ({draft_kv / target_kv:.0%} more)")
+        if kind in HEADS:
+            parts.append("the target's states beside them: kept for the last tokens of each request")
+    if args.device == "cpu" and kv_dtype == "float32":
+        parts.append("weights a second time, laid out for few rows (portable CPU platform)")
+    yield Finding("ok", "memory", "; ".join(parts))
+    if kind == STANDALONE:
+        yield _check_vocabularies(args, target.vocab_size, draft.vocab_size)
+
+
+def _gigabytes(path: str, dtype: str | None) -> str:
+    size = weights_bytes(Path(path), dtype)
+    return "weights not at hand" if size is None else f"{size / 2**30:.2f} GiB of weights"
+
+
+def _check_vocabularies(args, target_size: int, draft_size: int) -> Finding:
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    from tetris_sglang.drafting.vocabulary import describe_share
+    from tetris_sglang.runtime.drafts.workers import find_vocabulary
+
+    tokenizer = None
+    if not args.skip_tokenizer_init:
+        tokenizer = get_tokenizer(args.tokenizer_path, trust_remote_code=args.trust_remote_code)
+    try:
+        vocabulary = find_vocabulary(args, tokenizer, target_size, draft_size)
+    except ValueError as error:
+        return Finding("problem", "vocabulary", str(error))
+    return Finding("ok", "vocabulary", "the target's" if vocabulary is None else describe_share(vocabulary, draft_size)[1])
 
 
 # -- SGLang's output ----------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class DraftKV:
             batch: the ScheduleBatch. forward_batch: the draft's.
         """
         self._redraft_prefixes(batch)
+        forward_batch.input_ids = self._passes.read(forward_batch.input_ids)
         self._kv_only.prefill(forward_batch)
         self.missed.forget(batch)
 

@@ -28,6 +28,7 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
 from tetris_sglang.drafting import Proposal
+from tetris_sglang.drafting.vocabulary import VocabularyMap
 from tetris_sglang.observers import StepRecord
 from tetris_sglang.runtime.acceptance_rules import Acceptance
 from tetris_sglang.runtime.drafts.kv import DraftKV
@@ -56,6 +57,7 @@ class ModelDraft:
         perturb: as acceptance.noise.perturb, for the device.
         texts: where matches are looked up; None: drafts are scored without.
         acceptance: says what is drawn with.
+        vocabulary: the draft's own, where it is not the target's.
     """
 
     def __init__(
@@ -68,13 +70,15 @@ class ModelDraft:
         perturb: Callable[..., Tensor],
         texts: RequestTexts | None,
         acceptance: Acceptance,
+        vocabulary: VocabularyMap | None = None,
     ) -> None:
         self.spec, self.runner = spec, worker.draft_runner
         self.target_hidden_mode = spec.target_hidden_mode
         state_size = get_draft_input_from_target_hidden_dim(self.runner) if spec.reads_hidden_states else None
         self._target_runner, self._parallel_layout = target_runner, worker.parallel_layout
         self._texts, self._acceptance = texts, acceptance
-        self._passes = DraftPasses(worker, spec, estimate, perturb, texts, target_runner.model_config.vocab_size)
+        vocab_size = target_runner.model_config.vocab_size
+        self._passes = DraftPasses(worker, spec, estimate, perturb, texts, vocab_size, vocabulary)
         self._kv = DraftKV(self._passes, state_size)
         self._states: Tensor | None = None
         """[slots, window_width, state_size], the target's states of the windows of the requests in these slots."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tetris_sglang.acceptance import RequestNoise
 from tetris_sglang.drafting import ChainGrower, CombGrower, Grower, Proposal
+from tetris_sglang.drafting.vocabulary import VocabularyMap
 from tetris_sglang.runtime.drafts.spec import DraftSpec
 from tetris_sglang.runtime.drafts.windows import Window, make_window_input
 from tetris_sglang.runtime.request_texts import RequestTexts
@@ -41,7 +42,7 @@ class DraftPasses:
         estimate: what the draft's probabilities are worth.
         perturb: as acceptance.noise.perturb, for the device.
         texts: where matches are looked up; None: drafts are scored without.
-        vocab_size: of the target.
+        vocab_size: of the target. vocabulary: the draft's own, where it is not the target's.
     """
 
     def __init__(
@@ -52,11 +53,16 @@ class DraftPasses:
         perturb: Callable[..., Tensor],
         texts: RequestTexts | None,
         vocab_size: int,
+        vocabulary: VocabularyMap | None = None,
     ) -> None:
         self.worker, self.spec, self.texts = worker, spec, texts
         self.runner = worker.draft_runner
         self._estimate, self._perturb = estimate, perturb
-        self._vocab_size = vocab_size
+        self._vocab_size, self._vocabulary = vocab_size, vocabulary
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """The target's `tokens` as the draft reads them."""
+        return tokens if self._vocabulary is None else self._vocabulary.read[tokens]
 
     def locate(self, window: Window, seq_lens: Tensor, req_pool_indices: Tensor, depth: int) -> Places:
         """Where the passes of a step write; see `Places`. Shapes depend on the arguments' shapes alone."""
@@ -132,6 +138,8 @@ class DraftPasses:
             tokens, probs: as `most_likely`. law: [rows, vocab of the target], where drafts are drawn from it.
         """
         token_ids, law = self.worker.hot_token_id, None
+        if self._vocabulary is not None:
+            token_ids, logits = self._vocabulary.target_tokens, logits.index_select(1, self._vocabulary.draft_tokens)
         if noise is None:
             tokens, probs = most_likely(logits, self.spec.num_children)
         elif not self.spec.draws:
@@ -163,7 +171,7 @@ class DraftPasses:
             get_model().override(shared_experts=model.shared_experts_config),
             forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch),
         ):
-            return model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
+            return model.forward(self.read(forward_batch.input_ids), forward_batch.positions, forward_batch)
 
     def plan_window(
         self,
