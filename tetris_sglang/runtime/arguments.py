@@ -338,7 +338,7 @@ def _validate_models(args, config: TetrisConfig) -> str:
             "from n-grams of recent texts."
         )
     target = load_config(args.model_path, "--model-path", args.trust_remote_code, args.revision)
-    _validate_architecture("--model-path", args.model_path, target)
+    validate_architecture("--model-path", args.model_path, target)
     _validate_positions(args, target)
     draft = None
     if draft_path is not None:
@@ -348,7 +348,7 @@ def _validate_models(args, config: TetrisConfig) -> str:
             args.trust_remote_code,
             args.speculative_draft_model_revision,
         )
-        _validate_architecture("--speculative-draft-model-path", draft_path, draft)
+        validate_architecture("--speculative-draft-model-path", draft_path, draft)
     kind = draft_kind.find_kind(config.draft, target, draft_path, draft)
     if args.speculative_token_map is not None and kind != draft_kind.EAGLE:
         raise ValueError(
@@ -385,7 +385,7 @@ def load_config(path: str, flag: str, trust_remote_code: bool, revision: str | N
     return config.get_text_config()
 
 
-def _validate_architecture(flag: str, path: str, config: Any) -> None:
+def validate_architecture(flag: str, path: str, config: Any) -> None:
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise ValueError(
             f"{flag} {path}: sliding-window attention (sliding_window={config.sliding_window}) is not supported by "
