@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Draw README's picture, docs/step.svg, from the step that scripts/record_step.py recorded.
 
-    .venv/bin/python scripts/draw_step.py [--check]     # --check: exits with 1 where it would change
+.venv/bin/python scripts/draw_step.py [--check]     # --check: exits with 1 where it would change
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #59636e }
 .right { fill: #1f883d } .wrong { fill: #bf8700 } .left { fill: none; stroke: #818b98; stroke-dasharray: 3 3 }
 .verified { fill: #ffffff; font-weight: 600 }
-@media (prefers-color-scheme: dark) { text { fill: #9198a1 } .verified { fill: #ffffff } .right { fill: #238636 } .wrong { fill: #9e6a03 } }
+@media (prefers-color-scheme: dark) {
+text { fill: #9198a1 } .verified { fill: #ffffff } .right { fill: #238636 } .wrong { fill: #9e6a03 }
+}
 """
 
 
@@ -62,7 +64,8 @@ def draw(requests: list[Request]) -> str:
     for kind, text in legend:
         parts += [f'<rect class="{kind}" x="{x}" y="{y}" width="14" height="14" rx="3"/>', write(x + 22, y + 12, text)]
         x += 320 if kind == "right" else 190
-    parts.append(write(20, y + 42, "%: survival, the chance that a draft and all before it are accepted. Below each token, its runner-up."))
+    explained = "%: survival, the chance that a draft and all before it are accepted. Below each token, its runner-up."
+    parts.append(write(20, y + 42, explained))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -29,7 +29,7 @@ from tetris_sglang.tools.bench.workloads import Load
 from tetris_sglang.tools.replay import GOAL, RULES
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/results.md", "docs/paper.md", "docs/replay.md")
+PAGES = ("README.md", "docs/compatibility.md", "docs/results.md", "docs/paper.md", "docs/replay.md")
 QUESTIONS = {
     "real-text": "Is serving faster with TETRIS, on a real model and real prompts, with answers of unlike lengths?",
     "equal-lengths": "The same with all answers of one length, as a control: such requests flatter no speculation.",
@@ -38,6 +38,7 @@ QUESTIONS = {
     "replay": "How good is the choice of drafts on recorded steps, up to an oracle?",
     "acceptance": "How far is each rule of acceptance from what is possible?",
     "simulation": "Does the simulator predict what servers do?",
+    "models": "Which families of models have been served, and which are refused?",
     "kernels": "What do the small steps of TETRIS cost?",
 }
 """Folder -> what it answers."""
@@ -228,6 +229,26 @@ def replay_rules(capacity: float) -> Callable[[], str]:
     return render
 
 
+def read_families() -> dict[str, dict]:
+    """Of scripts/verify_models.py, by transformers' name."""
+    path = RESULTS / "models" / "families.json"
+    return json.loads(path.read_text())["families"] if path.exists() else {}
+
+
+def families() -> str:
+    found = read_families()
+    if not found:
+        return NOT_MEASURED
+    held = [f"`{entry['architecture']}`" for entry in found.values() if "success_rate" in entry and "failed" not in entry]
+    refused: dict[str, list[str]] = {}
+    for entry in found.values():
+        if "refused" in entry:
+            refused.setdefault(entry["refused"].partition(" (")[0], []).append(f"`{entry['architecture']}`")
+    failed = [f"`{entry.get('architecture', name)}`: {entry['failed']}" for name, entry in found.items() if "failed" in entry]
+    rows = [["served", ", ".join(held)], *([f"refused: {why}", ", ".join(names)] for why, names in refused.items())]
+    return table(["", "architectures"], rows + [["not served by SGLang there", "; ".join(failed)]] * bool(failed))
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "real-text": overview("real-text"),
     "never-slower": never_slower,
@@ -237,6 +258,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "replay": replay_shares(None),
     "replay-64": replay_shares(64),
     "replay-rules": replay_rules(2.0),
+    "families": families,
 }
 
 

@@ -1,5 +1,6 @@
 """What packing and acceptance return, and the same in torch operations, which the kernels must equal."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -102,6 +103,18 @@ def pack_rows_reference(
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _plain_layout(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for every plain step of as many requests, and only read: qo_indptr, requests, columns, verify_lens."""
+    ends = torch.arange(batch + 1, device=device)
+    return (
+        ends.to(torch.int32),
+        ends[:-1],
+        torch.zeros(batch, dtype=torch.int64, device=device),
+        torch.ones(batch, dtype=torch.int32, device=device),
+    )
+
+
 def pack_roots(roots: Tensor, seq_lens: Tensor, req_to_token: Tensor, req_pool_indices: Tensor) -> PackedTokens:
     """`pack_rows_reference` where nothing was drafted: one row per request, no surplus.
 
@@ -109,14 +122,13 @@ def pack_roots(roots: Tensor, seq_lens: Tensor, req_to_token: Tensor, req_pool_i
         roots: [batch] int64.
     Sync: none; CUDA-graph safe.
     """
-    batch, device = len(roots), roots.device
     positions = seq_lens.to(torch.int64)
-    ends = torch.arange(batch + 1, device=device)
+    ends, starts, zeros, ones = _plain_layout(len(roots), roots.device)
     return PackedTokens(
-        requests=ends[:-1],
-        columns=torch.zeros_like(positions),
-        verify_lens=torch.ones(batch, dtype=torch.int32, device=device),
-        qo_indptr=ends.to(torch.int32),
+        requests=starts,
+        columns=zeros,
+        verify_lens=ones,
+        qo_indptr=ends,
         positions=positions,
         input_ids=roots,
         slots=req_to_token[req_pool_indices, positions].to(torch.int64),

@@ -129,6 +129,8 @@ class AutoCapacity:
     def _price(self, shape: StepShape) -> float:
         """Plain steps that such a step takes longer than a plain one."""
         plain = shape._replace(depth=0, rows=shape.batch_size)
+        if shape == plain:
+            return 0.0
         return max(0.0, self.step_times.predict_step(shape) / self.step_times.predict_step(plain) - 1)
 
     def _keep_or_change(self, plan: StepPlan, batch_size: int, context_tokens: float, limits: DraftLimits) -> StepPlan:

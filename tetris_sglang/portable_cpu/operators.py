@@ -20,15 +20,16 @@ from torch import Tensor
 # request-to-token table
 
 
-def _span_indices(req_pool_indices: Tensor, start: Tensor, end: Tensor, pool_len: int) -> Tensor:
+def _span_indices(req_pool_indices: Tensor, start: Tensor, end: Tensor, pool_len: int) -> np.ndarray:
     """Flat table positions of columns [start, end) of every request's row, request after request."""
-    lens = (end - start).long()
-    total = lens.cumsum(0)
+    # In numpy, whose calls take a third of torch's; torch's repeat wakes every thread besides (docs/lessons.md).
+    first_columns = start.numpy().astype(np.int64)
+    lens = end.numpy() - first_columns
+    total = lens.cumsum()
     # Position p of the packed output lies in request b, p - (total[b] - lens[b]) columns after start[b].
-    first = req_pool_indices.long() * pool_len + start - (total - lens)
-    # torch's own wakes every thread there, however few the numbers, and waits for them (docs/lessons.md).
-    first = torch.from_numpy(np.repeat(first.numpy(), lens.numpy()))
-    return first + torch.arange(first.numel())
+    first = req_pool_indices.numpy().astype(np.int64) * pool_len + first_columns - (total - lens)
+    first = first.repeat(lens)
+    return first + np.arange(len(first))
 
 
 def assign_req_to_token_pool_cpu(
@@ -41,7 +42,7 @@ def assign_req_to_token_pool_cpu(
 ) -> None:
     """Write the packed slots into columns [start, end) of each request's row."""
     index = _span_indices(req_pool_indices, start_offset, end_offset, pool_len)
-    req_to_token.view(-1)[index] = out_cache_loc[: index.numel()].to(req_to_token.dtype)
+    req_to_token.view(-1).numpy()[index] = out_cache_loc[: len(index)].numpy()
 
 
 def assign_extend_cache_locs_cpu(
@@ -54,7 +55,7 @@ def assign_extend_cache_locs_cpu(
 ) -> None:
     """Read columns [start, end) of each request's row into the packed slots."""
     index = _span_indices(req_pool_indices, start_offset, end_offset, pool_len)
-    out_cache_loc[: index.numel()] = req_to_token.view(-1)[index]
+    out_cache_loc[: len(index)] = torch.from_numpy(req_to_token.view(-1).numpy()[index])
 
 
 def assign_draft_cache_locs_contiguous_cpu(

@@ -27,6 +27,8 @@ from tetris_sglang.runtime.kv_moves import move_kv
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.request_texts import RequestTexts
 
+_ADJUSTED = ("grammars", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
+"""Of SamplingBatchInfo: what `adjust_logits` has done."""
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 """Sampling settings that a request's rows share."""
 
@@ -212,19 +214,13 @@ def sample_target(
         grammar_mask = _grammar_mask(batch, grid, grammar_tree, requests, columns, grammar_barrier)
     adjust_logits(logits, batch, grid, requests, columns, texts, grammar_mask)
     logprob_logits = logits.clone() if batch.return_logprob else None
-    settings = {name: getattr(sampling_info, name) for name in _PER_REQUEST}
+    changed = {name: None for name in _ADJUSTED if getattr(sampling_info, name) is not None}
     if grid.max_depth:
-        settings = {name: None if setting is None else setting[requests] for name, setting in settings.items()}
+        settings = {name: getattr(sampling_info, name) for name in _PER_REQUEST}
+        changed |= {name: setting[requests] for name, setting in settings.items() if setting is not None}
     tokens = sampler(
         logits_output,
-        replace(
-            sampling_info,
-            **settings,
-            grammars=None,
-            acc_additive_penalties=None,
-            acc_scaling_penalties=None,
-            logit_bias=None,
-        ),
+        replace(sampling_info, **changed) if changed else sampling_info,
         False,
         [],
         [],

@@ -154,8 +154,7 @@ class ModelDraft:
         """See `Draft`."""
         if record.plan.depth:
             return self._after_drafted(record, hidden_states)
-        with self._context():
-            return self._after_undrafted(record, draft_input, hidden_states)
+        return self._after_undrafted(record, draft_input, hidden_states)
 
     def _after_drafted(self, record: StepRecord, hidden_states: Tensor | None) -> EagleDraftInput:
         """The accepted tokens whose KV the draft's passes have not left."""
@@ -183,7 +182,8 @@ class ModelDraft:
         if not self._kv.missed.has_room:
             # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
             self._target_runner.shared_read_done_event = None
-            window = self._kv.catch_up(record.batch, self._read_window(record.batch, draft_input))
+            with self._context():
+                window = self._kv.catch_up(record.batch, self._read_window(record.batch, draft_input))
             draft_input = self._make_input(record.batch.req_pool_indices, window, accepted.bonus_tokens)
         # Every row is a root.
         states = None if hidden_states is None else hidden_states[: len(accepted.bonus_tokens)]
