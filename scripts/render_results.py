@@ -249,6 +249,35 @@ def families() -> str:
     return table(["", "architectures"], rows + [["not served by SGLang there", "; ".join(failed)]] * bool(failed))
 
 
+def servers() -> str:
+    """Those that the test suite starts, from the flags that it starts them with."""
+    from tests.e2e.conftest import ARGUMENTS, COMMON, DRAFT, PAIR, TARGET, TETRIS
+
+    drafts = {str(DRAFT): "a smaller model", str(TARGET): "the target itself", str(PAIR / "eagle"): "an EAGLE head"}
+    drafts |= {str(PAIR / "eagle3"): "an EAGLE-3 head", "OTHER_VOCABULARY": "a model with a vocabulary of its own"}
+    drafts |= {"ngram": "n-grams", "mtp": "prediction layers"}
+    everywhere = {*_pair_flags(COMMON), *_pair_flags(TETRIS)} - {("--model-path", str(TARGET))}
+    rows = []
+    for name, arguments in ARGUMENTS.items():
+        flags = {flag: value for flag, value in _pair_flags(arguments) if (flag, value) not in everywhere}
+        if name != "plain":
+            draft = drafts.get(flags.pop("--speculative-draft-model-path", name), name)
+            kept = [flag.removeprefix("--").removeprefix("speculative-") for flag in flags if "model-path" not in flag]
+            kept = [f"{flag} {flags.get(f'--speculative-{flag}', flags.get(f'--{flag}'))}".strip() for flag in kept]
+            rows.append([f"`{name}`", draft, ", ".join(f"`{text}`" for text in kept)])
+    return table(["server", "draft", "flags, `speculative-` left out"], rows)
+
+
+def _pair_flags(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Each flag with its value, "" where it has none."""
+    following = [*arguments[1:], "--"]
+    return [
+        (flag, "" if value.startswith("--") else value)
+        for flag, value in zip(arguments, following, strict=True)
+        if flag.startswith("--")
+    ]
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "real-text": overview("real-text"),
     "never-slower": never_slower,
@@ -259,6 +288,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "replay-64": replay_shares(64),
     "replay-rules": replay_rules(2.0),
     "families": families,
+    "servers": servers,
 }
 
 
