@@ -74,3 +74,20 @@ def test_aborts_leak_no_slot(tetris, mixed_prompts):
     assert tetris.is_alive()
     assert "memory leak" not in tetris.log_path.read_text(errors="replace")
     assert tetris.generate(mixed_prompts[21], max_new_tokens=64)["text"] == survivor
+
+
+def test_as_much_of_a_prompt_comes_from_the_cache_as_without_speculation(plain, overlap, mixed_prompts):
+    """Of prompts, and of conversations that go on from outputs; but for an output's last token, whose keys and values are there if
+    it was verified."""
+    cached = []
+    for server in (plain, overlap):
+        server.flush_cache()
+        turns, texts = [], mixed_prompts[:8]
+        for _ in range(3):
+            outputs = [server.generate(text, max_new_tokens=21, ignore_eos=True) for text in texts]
+            turns.append([output["meta_info"]["cached_tokens"] for output in outputs])
+            texts = [f"{text}{output['text']} And then" for text, output in zip(texts, outputs, strict=True)]
+        cached.append(turns)
+    for plainly, speculating in zip(*cached, strict=True):
+        assert all(n <= m <= n + 1 for n, m in zip(plainly, speculating, strict=True))
+    assert all(n > 20 for n in cached[0][2])
