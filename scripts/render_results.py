@@ -243,10 +243,12 @@ def families() -> str:
     refused: dict[str, list[str]] = {}
     for entry in found.values():
         if "refused" in entry:
-            refused.setdefault(entry["refused"].partition(" (")[0], []).append(f"`{entry['architecture']}`")
+            reason = entry["refused"].partition(" (")[0]
+            reason = "recurrent layers" if reason.startswith("layers of type") else reason
+            refused.setdefault(reason, []).append(f"`{entry['architecture']}`")
     failed = [f"`{entry.get('architecture', name)}`: {entry['failed']}" for name, entry in found.items() if "failed" in entry]
     rows = [["served", ", ".join(held)], *([f"refused: {why}", ", ".join(names)] for why, names in refused.items())]
-    return table(["", "architectures"], rows + [["not served by SGLang there", "; ".join(failed)]] * bool(failed))
+    return table(["", "architectures"], rows + [["not served by SGLang on a CPU", "; ".join(failed)]] * bool(failed))
 
 
 def servers() -> str:
