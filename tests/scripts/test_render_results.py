@@ -103,7 +103,8 @@ def test_a_cell_below_its_floor_is_named(measured):
 def test_what_was_not_measured_is_said(pages, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     for name, block in pages.BLOCKS.items():
-        assert block() == pages.NOT_MEASURED, name
+        # The suite's servers are what its flags say.
+        assert name == "servers" or block() == pages.NOT_MEASURED, name
 
 
 def test_an_unknown_block_is_refused(pages):
