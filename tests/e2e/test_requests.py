@@ -77,8 +77,8 @@ def test_aborts_leak_no_slot(tetris, mixed_prompts):
 
 
 def test_as_much_of_a_prompt_comes_from_the_cache_as_without_speculation(plain, overlap, mixed_prompts):
-    """Of prompts, and of conversations that go on from outputs; but for an output's last token, whose keys and values are there if
-    it was verified."""
+    """Of prompts, and of conversations that go on from outputs; but for an output's last token, whose keys and values are
+    there if it was verified."""
     cached = []
     for server in (plain, overlap):
         server.flush_cache()
