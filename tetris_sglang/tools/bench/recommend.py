@@ -14,6 +14,7 @@ from rich.table import Table
 from tetris_sglang.tools.bench.arms import CONTROL, REFERENCE
 from tetris_sglang.tools.bench.report import Cell, build_cells, read_arm
 from tetris_sglang.tools.bench.results import Results
+from tetris_sglang.tools.real_model import ensure_target
 
 AS_GOOD = 0.98
 """Of the best: what is within chance of it, and has fewer flags, is served with rather."""
@@ -73,7 +74,7 @@ def print_recommendation(results: Results, drafts: Mapping[str, str | None], con
     if chosen is None:
         console.print("Serve without speculation: nothing gains under these loads.", highlight=False)
         return
-    model = results["settings"]["model_path"] or "SmolLM2-135M-Instruct's folder (tetris-sglang models)"
+    model = results["settings"]["model_path"] or str(ensure_target())
     console.print(f"[bold]{chosen.arm}[/]: {chosen.gain:.2f} of no speculation. Serve with", highlight=False)
     command = f"  python -m sglang.launch_server --model-path {shlex.quote(model)} {shlex.join(chosen.flags)}"
     console.print(command, soft_wrap=True, highlight=False, markup=False)
