@@ -1,22 +1,19 @@
 #!/usr/bin/env python
 """Draw README's picture, docs/step.svg, from the step that scripts/record_step.py recorded.
 
-.venv/bin/python scripts/draw_step.py [--check]     # --check: exits with 1 where it would change
+.venv/bin/python scripts/draw_step.py
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
 from xml.sax.saxutils import escape
-
-import typer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tetris_sglang.tools.explain import Node, Request, list_chain, read_step, select
+from tetris_sglang.tools.explain import Node, Request, count_accepted, list_chain, read_step, select, show_chance
 
 PICTURE = ROOT / "docs" / "step.svg"
 CAPACITY_TOKENS, DEPTH = 12, 4
@@ -71,12 +68,11 @@ def draw(requests: list[Request]) -> str:
 
 def draw_node(x: int, y: int, node: Node, is_verified: bool) -> list[str]:
     kind = "left" if not is_verified else "right" if node.is_right else "wrong"
-    chance = "<1%" if node.survival < 0.01 else f"{node.survival:.0%}"
     style = "verified" if is_verified else ""
     return [
         f'<rect class="{kind}" x="{x}" y="{y}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}" rx="5"/>',
         write(x + 8, y + 17, show(node.text)[:9], style=style),
-        write(x + CELL_WIDTH - 8, y + 17, chance, "end", style),
+        write(x + CELL_WIDTH - 8, y + 17, show_chance(node), "end", style),
     ]
 
 
@@ -89,16 +85,5 @@ def show(text: str) -> str:
     return text.replace("\n", "\u23ce").removeprefix(" ") or "\u00b7"
 
 
-def count_accepted(requests: list[Request], lens: list[int]) -> int:
-    return sum(node.is_right for request, length in zip(requests, lens, strict=True) for node in request.nodes[:length])
-
-
-def main(check: Annotated[bool, typer.Option(help="Write nothing.")] = False) -> None:
-    picture = draw(read_step())
-    if check:
-        raise typer.Exit(PICTURE.read_text(encoding="utf-8") != picture)
-    PICTURE.write_text(picture, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    PICTURE.write_text(draw(read_step()), encoding="utf-8")

@@ -229,16 +229,12 @@ def replay_rules(capacity: float) -> Callable[[], str]:
     return render
 
 
-def read_families() -> dict[str, dict]:
-    """Of scripts/verify_models.py, by transformers' name."""
-    path = RESULTS / "models" / "families.json"
-    return json.loads(path.read_text())["families"] if path.exists() else {}
-
-
 def families() -> str:
-    found = read_families()
-    if not found:
+    """What scripts/verify_models.py found."""
+    path = RESULTS / "models" / "families.json"
+    if not path.exists():
         return NOT_MEASURED
+    found = json.loads(path.read_text())["families"]
     held = [f"`{entry['architecture']}`" for entry in found.values() if "success_rate" in entry and "failed" not in entry]
     refused: dict[str, list[str]] = {}
     for entry in found.values():
@@ -264,9 +260,9 @@ def servers() -> str:
         flags = {flag: value for flag, value in _pair_flags(arguments) if (flag, value) not in everywhere}
         if name != "plain":
             draft = drafts.get(flags.pop("--speculative-draft-model-path", name), name)
-            kept = [flag.removeprefix("--").removeprefix("speculative-") for flag in flags if "model-path" not in flag]
-            kept = [f"{flag} {flags.get(f'--speculative-{flag}', flags.get(f'--{flag}'))}".strip() for flag in kept]
-            rows.append([f"`{name}`", draft, ", ".join(f"`{text}`" for text in kept)])
+            flags.pop("--model-path", None)
+            shown = [f"{flag} {value}".strip().removeprefix("--").removeprefix("speculative-") for flag, value in flags.items()]
+            rows.append([f"`{name}`", draft, ", ".join(f"`{text}`" for text in shown)])
     return table(["server", "draft", "flags, `speculative-` left out"], rows)
 
 

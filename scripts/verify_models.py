@@ -93,10 +93,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """transformers' model type -> what its configuration needs beside SIZES."""
 
 
-def make_model(family: str, folder: Path) -> AutoModelForCausalLM:
+def make_model(config: PretrainedConfig, folder: Path) -> AutoModelForCausalLM:
     """A random model, saved to `folder`."""
     torch.manual_seed(0)
-    config = make_config(family)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
     return model
@@ -155,11 +154,12 @@ def serve(folder: Path, log_path: Path, prompts: list[list[int]]) -> tuple[list[
 
 def verify(family: str, folder: Path) -> dict[str, Any]:
     """One entry of the results."""
-    reason = find_reason(make_config(family))
+    config = make_config(family)
+    entry: dict[str, Any] = {"architecture": config.architectures[0]}
+    reason = find_reason(config)
     if reason is not None:
-        return {"architecture": architecture_of(make_config(family)), "refused": reason}
-    model = make_model(family, folder)
-    entry: dict[str, Any] = {"architecture": model.config.architectures[0]}
+        return entry | {"refused": reason}
+    model = make_model(config, folder)
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(3, 60))] for _ in range(NUM_REQUESTS)]
     log_path = folder.parent / f"{family}.log"

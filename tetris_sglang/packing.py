@@ -120,7 +120,7 @@ def pack_roots(roots: Tensor, seq_lens: Tensor, req_to_token: Tensor, req_pool_i
 
     Args:
         roots: [batch] int64.
-    Sync: none; CUDA-graph safe.
+    Sync: none. Not in a CUDA graph, whose memory the layout would then be in.
     """
     positions = seq_lens.to(torch.int64)
     ends, starts, zeros, ones = _plain_layout(len(roots), roots.device)

@@ -79,9 +79,10 @@ def test_one_depth_and_all_depths_agree(seed):
     probs = random_probs(torch.Generator().manual_seed(seed), 3, 2, DEPTH)
     calibrated = calibration.apply(probs, DEPTHS)
     for depth in DEPTHS.tolist():
-        # Some CPUs' vectorised logarithm differs in the last bit from the one for what is left over.
-        torch.testing.assert_close(calibrated[..., depth - 1], calibration.apply(probs[..., depth - 1], depth))
-    torch.testing.assert_close(calibrated[0], calibration.apply(probs[0], DEPTHS.expand(2, -1)))
+        # Equal but for the last bits: some CPUs' vectorised logarithm differs from the one for what is left over.
+        last_bits = {"rtol": 3e-7, "atol": 0}
+        torch.testing.assert_close(calibrated[..., depth - 1], calibration.apply(probs[..., depth - 1], depth), **last_bits)
+    torch.testing.assert_close(calibrated[0], calibration.apply(probs[0], DEPTHS.expand(2, -1)), **last_bits)
 
 
 def test_what_is_no_number_is_never_expected():

@@ -78,7 +78,7 @@ def _token_bytes(tokenizer: Any, size: int) -> list[bytes | None]:
 
     found: list[bytes | None] = [None] * size
     is_byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
-    added = {str(token): token_id for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     alphabet = _byte_alphabet(ByteLevel.alphabet()) if is_byte_level else {}
     for token, token_id in tokenizer.get_vocab().items():
         if token_id >= size:

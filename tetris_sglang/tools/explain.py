@@ -110,6 +110,15 @@ def count_uniform(requests: list[Request], capacity_tokens: int) -> int:
     )
 
 
+def count_accepted(requests: list[Request], lens: list[int]) -> int:
+    """Drafts that are accepted where `lens` of each request's first nodes are verified."""
+    return sum(node.is_right for request, length in zip(requests, lens, strict=True) for node in request.nodes[:length])
+
+
+def show_chance(node: Node) -> str:
+    return "<1%" if node.survival < 0.01 else f"{node.survival:.0%}"
+
+
 def draw(requests: list[Request], capacity_tokens: int, console: Console) -> None:
     """Colour only adds: marks alone carry the picture."""
     right, wrong = ("+", "x") if console.options.ascii_only else ("✓", "✗")
@@ -131,7 +140,7 @@ def draw(requests: list[Request], capacity_tokens: int, console: Console) -> Non
             style = "dim" if not mark else "bold green" if node.is_right else "yellow"
             token = Text(_show(node.text, console), style)
             token.truncate(_NARROW)
-            chance = "<1%" if node.survival < 0.01 else f"{node.survival:.0%}"
+            chance = show_chance(node)
             token.append(f"\n{mark} {chance}" if mark else f"\n{chance}")
             cell = cells[node.depth - 1]
             cell.insert(0 if node in chain else len(cell), token)
@@ -147,7 +156,7 @@ def draw(requests: list[Request], capacity_tokens: int, console: Console) -> Non
         "Behind its accepted drafts every request emits one token of the target's own.\n",
         highlight=False,
     )
-    accepted = sum(node.is_right for r, length in zip(requests, lens, strict=True) for node in r.nodes[:length])
+    accepted = count_accepted(requests, lens)
     console.print(f"no speculation {len(requests):3} tokens in a pass of the target", highlight=False)
     for name, count in (("uniform", count_uniform(requests, capacity_tokens)), ("TETRIS", accepted)):
         line = f"{name:<14} {len(requests) + count:3} tokens: {count} of {sum(lens)} verified drafts accepted"
