@@ -45,7 +45,8 @@ STARTS = {
         [
             "--speculative-draft-model-path",
             "its vocabulary has 999 tokens",
-            "Choose a draft with the target's tokenizer",
+            "no tokenizers could be compared",
+            "Give both their tokenizers",
         ],
     ),
     "a word as capacity": Start(

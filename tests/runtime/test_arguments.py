@@ -414,8 +414,10 @@ def test_a_heads_vocabulary_is_the_targets(make_args, write_config):
     )
 
 
-def test_a_standalone_drafts_vocabulary_may_differ(make_args, write_config):
-    validate_server_args(make_args(speculative_draft_model_path=write_config("other", vocab_size=500)))
+def test_a_standalone_draft_of_another_vocabulary_needs_tokenizers(make_args, write_config):
+    path = write_config("other", vocab_size=500)
+    with pytest.raises(ValueError, match=rf"{path}: its vocabulary has 500 tokens, the target's 512.*Give both"):
+        validate_server_args(make_args(speculative_draft_model_path=path))
 
 
 ARCHITECTURES = {

@@ -20,6 +20,7 @@ from tetris_sglang.config import (
 )
 from tetris_sglang.portable_cpu.defaults import ATTENTION_BACKEND
 from tetris_sglang.runtime.drafts import kind as draft_kind
+from tetris_sglang.runtime.drafts.tokenizers import find_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -355,7 +356,8 @@ def _validate_models(args, config: TetrisConfig) -> str:
             f"--speculative-token-map {args.speculative_token_map}: it belongs to EAGLE heads, and this draft is {kind}. "
             f"Leave it out."
         )
-    # A standalone draft's tokens are matched with the target's when both are loaded (runtime/drafts/workers.py).
+    if kind == draft_kind.STANDALONE and draft is not None and target.vocab_size != draft.vocab_size:
+        find_vocabulary(args, target.vocab_size, draft.vocab_size)  # raises before any weights are loaded
     if kind in draft_kind.HEADS and draft is not None and target.vocab_size != draft.vocab_size:
         raise ValueError(
             f"--speculative-draft-model-path {draft_path}: its vocabulary has {draft.vocab_size} tokens, that of "

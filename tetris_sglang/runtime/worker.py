@@ -29,7 +29,8 @@ from tetris_sglang.runtime.drafts.kind import HEADS, NGRAM, STANDALONE, current_
 from tetris_sglang.runtime.drafts.model import ModelDraft
 from tetris_sglang.runtime.drafts.ngram import NgramDraft
 from tetris_sglang.runtime.drafts.spec import DraftSpec
-from tetris_sglang.runtime.drafts.workers import HeadWorker, StandaloneModelWorker, find_vocabulary
+from tetris_sglang.runtime.drafts.tokenizers import find_vocabulary
+from tetris_sglang.runtime.drafts.workers import HeadWorker, StandaloneModelWorker
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.kv_moves import check_kv_pool
 from tetris_sglang.runtime.logits import count_written
@@ -132,7 +133,7 @@ class TetrisWorker(BaseSpecWorker):
     def _find_vocabulary(self) -> VocabularyMap | None:
         runners = self._target_worker.model_runner, self._draft_worker.draft_runner
         sizes = (runner.model_config.vocab_size for runner in runners)
-        vocabulary = find_vocabulary(self.server_args, self._target_worker.tokenizer, *sizes)
+        vocabulary = find_vocabulary(self.server_args, *sizes)
         return None if vocabulary is None else vocabulary.to(self.device)
 
     def _make_draft(self, spec: DraftSpec) -> Draft:

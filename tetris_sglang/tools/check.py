@@ -320,16 +320,11 @@ def _gigabytes(path: str, dtype: str | None) -> str:
 
 
 def _check_vocabularies(args, target_size: int, draft_size: int) -> Finding:
-    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
-
     from tetris_sglang.drafting.vocabulary import describe_share
-    from tetris_sglang.runtime.drafts.workers import find_vocabulary
+    from tetris_sglang.runtime.drafts.tokenizers import find_vocabulary
 
-    tokenizer = None
-    if not args.skip_tokenizer_init:
-        tokenizer = get_tokenizer(args.tokenizer_path, trust_remote_code=args.trust_remote_code)
     try:
-        vocabulary = find_vocabulary(args, tokenizer, target_size, draft_size)
+        vocabulary = find_vocabulary(args, target_size, draft_size)
     except ValueError as error:
         return Finding("problem", "vocabulary", str(error))
     return Finding("ok", "vocabulary", "the target's" if vocabulary is None else describe_share(vocabulary, draft_size)[1])

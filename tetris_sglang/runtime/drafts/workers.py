@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
-from sglang.srt.utils.hf_transformers_utils import get_tokenizer
-
-from tetris_sglang.drafting.vocabulary import MIN_SHARED, VocabularyMap, describe_share, match_vocabularies
-
-logger = logging.getLogger(__name__)
 
 
 class _BareWorker:
@@ -37,43 +30,3 @@ class StandaloneModelWorker(_BareWorker, StandaloneDraftWorker):
 
 class HeadWorker(_BareWorker, EagleDraftWorker):
     """EAGLE, EAGLE3 and multi-token prediction: embedding (and output layer) of the target, and its hidden states."""
-
-
-def find_vocabulary(server_args, target_tokenizer, target_size: int, draft_size: int) -> VocabularyMap | None:
-    """How a standalone draft reads and writes the target's tokens; None where the two have one vocabulary.
-
-    Args:
-        target_tokenizer: None: not loaded. target_size, draft_size: rows of the models' vocabularies.
-    Raises:
-        ValueError: they have too few tokens in common, or no tokenizers to find out.
-    """
-    path = server_args.speculative_draft_model_path
-    try:
-        tokenizer = get_tokenizer(
-            path,
-            trust_remote_code=server_args.trust_remote_code,
-            tokenizer_revision=server_args.speculative_draft_model_revision,
-        )
-    except Exception as error:  # whatever transformers raises where a folder has none
-        tokenizer, reason = None, f"no tokenizer could be loaded ({error})"
-    if target_tokenizer is None:
-        tokenizer, reason = None, "--skip-tokenizer-init was given"
-    if tokenizer is None:
-        if target_size == draft_size:
-            logger.warning("TETRIS: the draft's tokens are taken to be the target's: %s", reason)
-            return None
-        raise ValueError(
-            f"--speculative-draft-model-path {path}: its vocabulary has {draft_size} tokens, the target's {target_size}, and "
-            f"which they share is not known: {reason}. Give both their tokenizers, or choose a draft with the target's."
-        )
-    vocabulary = match_vocabularies(target_tokenizer, target_size, tokenizer, draft_size)
-    if vocabulary is None:
-        return None
-    share, described = describe_share(vocabulary, draft_size)
-    if share < MIN_SHARED:
-        raise ValueError(
-            f"--speculative-draft-model-path {path}: {described}, fewer than {MIN_SHARED:.0%} of the smaller vocabulary. "
-            f"Choose a draft whose tokenizer is closer to the target's."
-        )
-    logger.info("TETRIS: the draft has a vocabulary of its own; %s", described)
-    return vocabulary
