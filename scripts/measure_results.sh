@@ -14,40 +14,34 @@ measure() { # NAME, then options of `tetris-sglang bench`
     if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
     if [ -e "$out" ]; then resume=(--resume); fi
     echo "== $name"
-    # The pool holds what 32 requests need: four servers at once fit into 20 GB.
-    .venv/bin/tetris-sglang bench --out "$out" --turn-seconds 5 --output-len 64 --waves 3 --prompts 6 \
+    # The pool holds what 32 requests need: four servers at once fit into 20 GB. Short turns: a machine's speed changes within
+    # seconds.
+    .venv/bin/python -m tetris_sglang bench --out "$out" --turn-seconds 3 --output-len 64 --waves 2 --prompts 6 --repeats 3 \
         --server-flags="--max-total-tokens 16384" "${resume[@]}" "$@"
 }
 
-# SGLang's own at its best k, which real-text/best-k has.
-HEAD_K=1
-NGRAM_K=1
+# SGLang's own is best at k = 1 with both drafts; the others compare with that.
 measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4 --concurrency 4
 
-compare() { # NAME, temperature, then the workload's options
-    local name=$1 temperature=$2
+compare() { # NAME, loads, then the workload's options
+    local name=$1 loads=$2
     shift 2
-    local common=(--arms none,auto,sglang,tetris --capacity-tokens none --extra 2 --temperature "$temperature" "$@")
-    measure "real-text/$name-head" "${common[@]}" --drafts eagle3 --k $HEAD_K
-    if [ "$temperature" != 1 ]; then measure "real-text/$name-ngram" "${common[@]}" --drafts ngram --k $NGRAM_K; fi
+    local common=(--arms none,control,auto,sglang --concurrency "$loads" --k 1 "$@")
+    measure "real-text/$name-head" "${common[@]}" --drafts eagle3
+    measure "real-text/$name-ngram" "${common[@]}" --drafts ngram
+    measure "real-text/$name-useless" "${common[@]}" --drafts useless
 }
 
-useless() { # workload, loads
-    measure "real-text/$1-0-useless" --arms none,control,auto,sglang --drafts useless --k $HEAD_K --workload "$1" --concurrency "$2"
-}
-
-compare sharegpt-0 0 --workload sharegpt --concurrency 1,4,8,16,32
-useless sharegpt 1,4,8,16,32
-compare humaneval-0 0 --workload humaneval --concurrency 1,4,16
-useless humaneval 1,4,16
-for workload in sharegpt humaneval; do
-    for temperature in 0.7 1; do
-        compare $workload-$temperature $temperature --workload $workload --concurrency 1,4,16
-    done
-done
-measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k $HEAD_K --lengths equal --concurrency 1,4,16
+compare sharegpt-0 1,4,8,16,32 --workload sharegpt --temperature 0
+compare sharegpt-1 1,4,16 --workload sharegpt --temperature 1
+compare humaneval-0 1,4,16 --workload humaneval --temperature 0
+measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k 1 --lengths equal --concurrency 1,4,16
 measure paper/sharegpt-0-head --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 \
     --concurrency 16
-measure ablations/sharegpt-0-shapes --arms none,auto --drafts eagle3 --num-draft-tokens 7,19 --concurrency 1,4,16
-measure ablations/sharegpt-0-variants --arms none,auto --drafts eagle3 --variants calibration=off,shared-texts=on \
+measure ablations/sharegpt-0 --arms none,auto --drafts eagle3 --num-draft-tokens 7 --variants calibration=off,shared-texts=on \
     --concurrency 1,4,16
+# Which rule of acceptance, and runners-up or not.
+for temperature in 0.7 1; do
+    measure "ablations/sharegpt-$temperature-rules" --arms none,auto --drafts eagle3 --temperature "$temperature" \
+        --num-draft-tokens 7 --variants acceptance=rejection,acceptance=block --concurrency 1,4,16
+done
