@@ -26,15 +26,17 @@ measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4 --
 compare() { # NAME, loads, then the workload's options
     local name=$1 loads=$2
     shift 2
-    local common=(--arms none,control,auto,sglang --concurrency "$loads" --k 1 "$@")
-    measure "real-text/$name-head" "${common[@]}" --drafts eagle3
-    measure "real-text/$name-ngram" "${common[@]}" --drafts ngram
-    measure "real-text/$name-useless" "${common[@]}" --drafts useless
+    local common=(--k 1 --workload "$@")
+    measure "real-text/$name-head" --arms none,control,auto,sglang --concurrency "$loads" "${common[@]}" --drafts eagle3
+    measure "real-text/$name-ngram" --arms none,control,auto,sglang --concurrency 1,4,16 "${common[@]}" --drafts ngram
+    measure "real-text/$name-useless" --arms none,control,auto --concurrency 1,4,16 "${common[@]}" --drafts useless
 }
 
-compare sharegpt-0 1,4,8,16,32 --workload sharegpt --temperature 0
-compare sharegpt-1 1,4,16 --workload sharegpt --temperature 1
-compare humaneval-0 1,4,16 --workload humaneval --temperature 0
+compare sharegpt-0 1,4,8,16,32 sharegpt --temperature 0
+compare sharegpt-0.7 1,4,16 sharegpt --temperature 0.7
+compare sharegpt-1 1,4,16 sharegpt --temperature 1
+compare humaneval-0 1,4,16 humaneval --temperature 0
+compare humaneval-0.7 1,4,16 humaneval --temperature 0.7
 measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k 1 --lengths equal --concurrency 1,4,16
 measure paper/sharegpt-0-head --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 \
     --concurrency 16

@@ -58,6 +58,9 @@ class Recording(NamedTuple):
     """Beside each token of a chain."""
     calibration: bool = True
     """Off: the draft's own tokens and probabilities, as SGLang's speculation has them."""
+    acceptance: str = "coupled"
+    capacity_per_request: float | None = None
+    """None: every node is verified."""
 
     @property
     def num_nodes(self) -> int:
@@ -138,8 +141,9 @@ def record(
         "--model-path", str(target), "--dtype", "float32", "--random-seed", str(seed), "--max-running-requests",
         str(concurrency), "--disable-overlap-schedule", "--speculative-algorithm", "TETRIS", *draft,
         "--speculative-num-steps", str(recording.num_steps), "--speculative-num-draft-tokens", str(recording.num_nodes + 1),
-        "--speculative-tetris-capacity-per-request", str(recording.num_nodes), "--speculative-tetris-record", str(path),
+        "--speculative-tetris-capacity-per-request", str(recording.capacity_per_request or recording.num_nodes),
         "--speculative-tetris-calibration", "true" if recording.calibration else "false",
+        "--speculative-tetris-acceptance", recording.acceptance, "--speculative-tetris-record", str(path),
     ]  # fmt: skip
     # Settings in the environment are for other servers.
     for name in find_settings():

@@ -29,7 +29,7 @@ from tetris_sglang.tools.bench.workloads import Load
 from tetris_sglang.tools.replay import GOAL, RULES
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/compatibility.md", "docs/results.md", "docs/paper.md", "docs/replay.md")
+PAGES = ("README.md", "docs/acceptance.md", "docs/compatibility.md", "docs/results.md", "docs/paper.md", "docs/replay.md")
 QUESTIONS = {
     "real-text": "Is serving faster with TETRIS, on a real model and real prompts, with answers of unlike lengths?",
     "equal-lengths": "The same with all answers of one length, as a control: such requests flatter no speculation.",
@@ -229,6 +229,55 @@ def replay_rules(capacity: float) -> Callable[[], str]:
     return render
 
 
+def acceptance_rates() -> str:
+    """What benchmarks/bench_acceptance_rules.py found, one position at a time."""
+    rates = json.loads((RESULTS / "acceptance" / "rates.json").read_text())["rates"]
+    temperatures = next(iter(rates.values()))
+    rows = [[rule, *(f"{rate[temperature]:.3f}" for temperature in temperatures)] for rule, rate in rates.items()]
+    return table(["next token is a draft's", *(f"temperature {temperature}" for temperature in temperatures)], rows)
+
+
+def acceptance_served() -> str:
+    """What benchmarks/bench_rules.py counted."""
+    path = RESULTS / "acceptance" / "served.json"
+    if not path.exists():
+        return NOT_MEASURED
+    rows = [
+        [
+            f"{row['temperature']:g}",
+            f"{row['capacity']:g}",
+            "any" if row["temperature"] == 0 else row["rule"],
+            row["shape"],
+            f"{row['success_rate']:.3f} \u00b1 {row['standard_error']:.3f}",
+            f"{row['emitted_per_request']:.2f}",
+        ]
+        for row in json.loads(path.read_text())["rows"]
+    ]
+    header = ["temperature", "verified per request", "rule", "shape", "accepted of verified", "emitted per request and step"]
+    return table(header, rows)
+
+
+def acceptance_speed() -> str:
+    """Throughput of every rule and shape by load, from `ablations/*-rules.json`."""
+    rows, loads = [], []
+    for comparison in read_comparisons("ablations"):
+        if not comparison.path.stem.endswith("-rules"):
+            continue
+        loads = list(dict.fromkeys(cell.load for cell in comparison.cells))
+        for name, arm in comparison.arms.items():
+            if arm.family != "auto":
+                continue
+            rule = arm.variant.removeprefix("acceptance=") or "coupled"
+            shape = "chains" if arm.num_draft_tokens or rule == "block" else "chains with runners-up"
+            cells = {cell.load: cell for cell in comparison.cells if cell.arm == name}
+            temperature = next(cell.temperature for cell in comparison.cells)
+            texts = [f"{cells[load].throughput.median:.2f}" if load in cells else "" for load in loads]
+            rows.append([f"{temperature:g}", rule, shape, *texts])
+    if not rows:
+        return NOT_MEASURED
+    return table(["temperature", "rule", "shape", *(f"{load.value:g} in flight" for load in loads)], rows)
+
+
 def families() -> str:
     """What scripts/verify_models.py found."""
     path = RESULTS / "models" / "families.json"
@@ -285,6 +334,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "replay": replay_shares(None),
     "replay-64": replay_shares(64),
     "replay-rules": replay_rules(2.0),
+    "acceptance-rates": acceptance_rates,
+    "acceptance-served": acceptance_served,
+    "acceptance-speed": acceptance_speed,
     "families": families,
     "servers": servers,
 }

@@ -7,6 +7,7 @@ those of every run; what a server was started with is in what fails.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import time
@@ -24,7 +25,7 @@ from tetris_sglang.portable_cpu.defaults import OVERLAP_VARIABLE
 from tetris_sglang.tools.server_process import ServerProcess
 
 SERVERS = [int(number) for number in os.environ.get("TETRIS_TEST_SERVERS", "7,19,20").split(",")]
-NUM_REQUESTS = 80
+NUM_REQUESTS = 48
 MAX_NEAR_TIES = 0.03
 """Of the texts: passes of unlike shapes round differently."""
 DRAFTS = {"standalone": DRAFT, "eagle": PAIR / "eagle", "eagle3": PAIR / "eagle3"}
@@ -157,4 +158,4 @@ def test_no_text_shows_what_was_drafted(plain, prompts, number, tmp_path):
     for expected, asked in ((undrafted, kept), (by_others, greedy)):
         actual = [text for request, text in zip(kept, texts, strict=True) if request in asked]
         unlike = [r for r, a, e in zip(asked, actual, expected, strict=True) if a != e]
-        assert len(unlike) <= MAX_NEAR_TIES * len(asked), f"{arguments}\n{unlike}"
+        assert len(unlike) <= math.ceil(MAX_NEAR_TIES * len(asked)), f"{arguments}\n{unlike}"

@@ -38,18 +38,23 @@ _STYLES = {
 
 
 def plot_comparison(results: Results, path: Path) -> None:
-    """Throughput against load, success rate against capacity, phase times; a row per temperature."""
+    """Throughput against load, success rate against capacity, phase times where measured; a row per temperature."""
     cells, arms = build_cells(results["samples"]), results["arms"]
     temperatures = sorted({c.temperature for c in cells})
+    width = 3 if any(c.phase_ms for c in cells) else 2
     figure, axes = pyplot.subplots(
-        len(temperatures), 3, figsize=(17, 5 * len(temperatures)), squeeze=False, layout="constrained"
+        *(len(temperatures), width),
+        figsize=(5.7 * width, 5 * len(temperatures)),
+        squeeze=False,
+        layout="constrained",
     )
-    for (left, middle, right), temperature in zip(axes, temperatures, strict=True):
+    for row, temperature in zip(axes, temperatures, strict=True):
         here = [c for c in cells if c.temperature == temperature]
-        _plot_throughput(left, here, arms)
-        _plot_success(middle, here, arms)
-        _plot_phases(right, [c for c in here if c.phase_ms])
-        left.set_title(f"output throughput, temperature {temperature:g}")
+        _plot_throughput(row[0], here, arms)
+        _plot_success(row[1], here, arms)
+        if width == 3:
+            _plot_phases(row[2], [c for c in here if c.phase_ms])
+        row[0].set_title(f"output throughput, temperature {temperature:g}")
     settings = results["settings"]
     described = (
         describe_machine(results["provenance"]),
@@ -117,7 +122,8 @@ def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
         ylabel="accepted / verified drafts",
         title=f"verification success rate, {load}",
     )
-    axis.set_xlim(left=0)
+    most = max((point[0] for points in series.values() for point in points), default=1)
+    axis.set(xlim=(0, 1.15 * most), ylim=(0, 1))
     if series:
         axis.legend(fontsize=7)
 
