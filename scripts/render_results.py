@@ -238,7 +238,7 @@ def acceptance_rates() -> str:
 
 
 def acceptance_served() -> str:
-    """What benchmarks/bench_rules.py counted."""
+    """What scripts/measure_rules.py counted."""
     path = RESULTS / "acceptance" / "served.json"
     if not path.exists():
         return NOT_MEASURED

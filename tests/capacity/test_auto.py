@@ -39,10 +39,14 @@ SEED = PassTimes(
 class Server:
     """Steps with true times unlike the seeds, and drafts with the given mean probability per token.
 
-    honesty: accepted drafts per expected one. has_luck: what is accepted is drawn, else what is expected is.
+    honesty: accepted drafts per expected one. has_luck: what is accepted is drawn, else what is expected is. catch_up_s: what
+    the draft takes for each token that plain steps emitted, before it drafts again.
     """
 
-    def __init__(self, draft_quality: float, honesty: float = 1.0, has_luck: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, draft_quality: float, honesty: float = 1.0, has_luck: bool = False, seed: int = 0, catch_up_s: float = 0.0
+    ) -> None:
+        self._catch_up_s, self._num_unread = catch_up_s, 0
         self._quality, self._honesty, self._has_luck = draft_quality, honesty, has_luck
         self._slowness, self._noise = 1.25, 0.05
         self._random = np.random.default_rng(seed)
@@ -80,6 +84,10 @@ class Server:
                     policy.confirm(batch_size, expected, accepted)
             plans.append(plan)
             seconds = self.seconds(batch_size, plan)
+            if plan.depth:
+                seconds, self._num_unread = seconds + self._catch_up_s * self._num_unread, 0
+            else:
+                self._num_unread += batch_size
             tokens, total_s = tokens + batch_size + accepted, total_s + seconds
             if isinstance(policy, AutoCapacity):
                 policy.observe_time(shape, seconds * np.exp(self._noise * self._random.normal()))
@@ -176,6 +184,15 @@ def test_a_useless_draft_is_left_alone():
     assert sum(plan.depth > 0 for plan in plans[100:]) < 0.02 * 1900
     # But it is looked at now and then.
     assert any(plan.depth > 0 for plan in plans[100:])
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_what_the_draft_must_read_first_is_paid_for(batch_size):
+    """A useless one that is asked after a hundred plain steps takes as long as another plain step to read what they emitted."""
+    speed, plans = Server(0.02, catch_up_s=0.03 / (100 * batch_size)).run(make_auto(), [batch_size] * 4000)
+    plain, _ = Server(0.02).run(Fixed(0, 0.0), [batch_size] * 100)
+    assert speed > 0.988 * plain
+    assert any(plan.depth > 0 for plan in plans[2000:])
 
 
 @pytest.mark.parametrize("honesty", [0.02, 0.3])

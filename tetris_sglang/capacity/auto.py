@@ -35,11 +35,17 @@ _CLEAR_GAIN = 1.5
 _DRAW_EVERY = 8
 """Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
 those known to be slower do not."""
-_ALLOWED_SHARE = 0.005
+_ALLOWED_SHARE = 0.0025
 """Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful."""
-_FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE = 2.0, 8.0, 1.0
+_FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE = 1.5, 8.0, 1.0
 """In plain steps: what a new server may lose beside that, what speculation can save up, and what it leaves to plain
 decoding."""
+
+
+_PROBED_DEPTH = 2
+"""Where plain decoding looks at the draft: the first tokens say whether it is of use, and deeper ones cost a pass each."""
+_MAX_CORRECTION = 4.0
+"""Plain steps that one measured time may differ by from what was charged for it: a process may have been stopped."""
 
 
 class _Candidates(NamedTuple):
@@ -113,10 +119,15 @@ class AutoCapacity:
         # The first one after others may be all that shows what a plain step takes.
         if is_plain and self._plain_steps % _PLAIN_STEPS_TOGETHER != 1:
             return None
-        return self.step_times.observe(shape, seconds)
+        predicted = self.step_times.observe(shape, seconds)
+        if not is_plain:
+            # After plain steps the draft first reads what they emitted: no shape says how much.
+            plain = self.step_times.predict_step(_plain(shape))
+            self._allowance -= min(max((seconds - predicted) / plain, -_MAX_CORRECTION), _MAX_CORRECTION)
+        return predicted
 
     def begin_step(self, shape: StepShape) -> None:
-        """A step of this shape begins: what it takes longer than a plain one is charged."""
+        """A step of this shape begins: what it should take longer than a plain one is charged; `observe_time` corrects it."""
         self._allowance = min(self._allowance, _MAX_ALLOWANCE) + _ALLOWED_SHARE - self._price(shape)
 
     def confirm(self, batch_size: int, expected: float | None, accepted: int) -> None:
@@ -128,7 +139,7 @@ class AutoCapacity:
 
     def _price(self, shape: StepShape) -> float:
         """Plain steps that such a step takes longer than a plain one."""
-        plain = shape._replace(depth=0, rows=shape.batch_size)
+        plain = _plain(shape)
         if shape == plain:
             return 0.0
         return max(0.0, self.step_times.predict_step(shape) / self.step_times.predict_step(plain) - 1)
@@ -148,15 +159,17 @@ class AutoCapacity:
             self._looks_deep = not self._looks_deep or self.expected_gain > _CLEAR_GAIN
             if not self._looks_deep:
                 return StepPlan(0, 0)
-            return self._look_deep(batch_size, limits, 2 * plan.capacity_tokens)
+            return limits.fit(batch_size, limits.num_steps, max(1, 2 * plan.capacity_tokens))
         if self._steps_in_mode > _MIN_STEPS and self._allowance > 0:
             if self.expected_gain > _GAIN_TO_ENTER:
                 self._change_mode()
                 return plan
             # One that brings in what it costs is followed by another.
-            look = self._look_deep(batch_size, limits, batch_size)
-            if self._allowance >= self._price(limits.shape_of(look, batch_size, context_tokens)):
-                return look
+            probe = limits.fit(
+                batch_size, next(d for d in limits.depths if d >= min(_PROBED_DEPTH, limits.num_steps)), batch_size
+            )
+            if self._allowance >= self._price(limits.shape_of(probe, batch_size, context_tokens)):
+                return probe
         return StepPlan(0, 0)
 
     def _change_mode(self) -> None:
@@ -164,10 +177,6 @@ class AutoCapacity:
         self._steps_in_mode = 0
         if not self._speculates:
             self._allowance = min(self._allowance, _PLAIN_ALLOWANCE)
-
-    @staticmethod
-    def _look_deep(batch_size: int, limits: DraftLimits, capacity_tokens: int) -> StepPlan:
-        return limits.fit(batch_size, limits.num_steps, max(1, capacity_tokens))
 
     def _list_candidates(self, batch_size: int, limits: DraftLimits) -> _Candidates:
         capacities = np.unique(np.rint(self.curves.shares * batch_size).astype(int)).tolist()
@@ -180,3 +189,8 @@ class AutoCapacity:
         rows = np.array([limits.count_rows(batch_size, plan.capacity_tokens) for plan in plans])
         features = self.step_times.features(batch_size, depths, rows)
         return _Candidates(depths, capacity_tokens, features)
+
+
+def _plain(shape: StepShape) -> StepShape:
+    """A plain step of the same batch."""
+    return shape._replace(depth=0, rows=shape.batch_size)

@@ -1,6 +1,6 @@
 """Which rule of acceptance, and runners-up or not? Counted on a real server at equal rows of the target; times play no part.
 
-    python benchmarks/bench_rules.py                  # a quarter of an hour on two cores
+    python scripts/measure_rules.py                  # a quarter of an hour on two cores
 
 SmolLM2-135M-Instruct and its EAGLE-3 head answer the prompts of scripts/record_traces.py, at a fixed capacity, so that every
 server verifies as many drafts per request. Writes JSON and Markdown.
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from record_traces import Recording, mixed_prompts, record
 
@@ -64,7 +64,7 @@ def main(
             record(recording, path, texts, new_tokens, concurrency, seed)
             counted = count_trace(read_trace(path))
         rows.append({"temperature": temperature, "capacity": capacity, "rule": rule, "shape": shape} | counted)
-    command = shlex.join(["python", "benchmarks/bench_rules.py", *sys.argv[1:]])
+    command = shlex.join(["python", "scripts/measure_rules.py", *sys.argv[1:]])
     provenance = collect_provenance() | {"command": command, "prompts": len(texts), "seed": seed}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
@@ -88,8 +88,8 @@ def count_trace(trace: Trace) -> dict[str, float]:
 def render(provenance: dict, rows: list[dict]) -> str:
     lines = [
         "# Rules of acceptance and shapes, served at equal rows of the target\n",
-        f"Made by `{provenance['command']}` on {provenance['date']}, commit {provenance['commit']}: SmolLM2-135M-Instruct with its "
-        f"EAGLE-3 head, {provenance['prompts']} prompts. The bonus token counts as emitted.\n",
+        f"Made by `{provenance['command']}` on {provenance['date']}, commit {provenance['commit']}: SmolLM2-135M-Instruct with "
+        f"its EAGLE-3 head, {provenance['prompts']} prompts. The bonus token counts as emitted.\n",
         "| temperature | verified per request and step | rule | shape | accepted of verified | emitted per request and step |",
         "|---|---|---|---|---|---|",
         *(
