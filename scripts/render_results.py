@@ -186,8 +186,9 @@ def _points(ours: Cell, theirs: Cell) -> str:
 TETRIS = "tetris calibrated"
 
 
-def read_replay() -> dict | None:
-    path = RESULTS / "replay" / "replay.json"
+def read_data(name: str) -> dict | None:
+    """A JSON of RESULTS; None: not measured yet."""
+    path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -195,7 +196,7 @@ def replay_shares(batch_size: int | None) -> Callable[[], str]:
     """TETRIS's share of the oracle's success rate, by trace and capacity."""
 
     def render() -> str:
-        if (report := read_replay()) is None:
+        if (report := read_data("replay/replay.json")) is None:
             return NOT_MEASURED
         rows, capacities = [], []
         for result in report["results"]:
@@ -215,7 +216,7 @@ def replay_rules(capacity: float) -> Callable[[], str]:
     """Success rate of every rule at one capacity, by trace, with what TETRIS's survivals promise."""
 
     def render() -> str:
-        if (report := read_replay()) is None:
+        if (report := read_data("replay/replay.json")) is None:
             return NOT_MEASURED
         rows = []
         for result in report["results"]:
@@ -231,7 +232,9 @@ def replay_rules(capacity: float) -> Callable[[], str]:
 
 def acceptance_rates() -> str:
     """What benchmarks/bench_acceptance_rules.py found, one position at a time."""
-    rates = json.loads((RESULTS / "acceptance" / "rates.json").read_text())["rates"]
+    if (found := read_data("acceptance/rates.json")) is None:
+        return NOT_MEASURED
+    rates = found["rates"]
     temperatures = next(iter(rates.values()))
     rows = [[rule, *(f"{rate[temperature]:.3f}" for temperature in temperatures)] for rule, rate in rates.items()]
     return table(["next token is a draft's", *(f"temperature {temperature}" for temperature in temperatures)], rows)
@@ -239,8 +242,7 @@ def acceptance_rates() -> str:
 
 def acceptance_served() -> str:
     """What scripts/measure_rules.py counted."""
-    path = RESULTS / "acceptance" / "served.json"
-    if not path.exists():
+    if (found := read_data("acceptance/served.json")) is None:
         return NOT_MEASURED
     rows = [
         [
@@ -251,7 +253,7 @@ def acceptance_served() -> str:
             f"{row['success_rate']:.3f} \u00b1 {row['standard_error']:.3f}",
             f"{row['emitted_per_request']:.2f}",
         ]
-        for row in json.loads(path.read_text())["rows"]
+        for row in found["rows"]
     ]
     header = ["temperature", "verified per request", "rule", "shape", "accepted of verified", "emitted per request and step"]
     return table(header, rows)
@@ -280,10 +282,9 @@ def acceptance_speed() -> str:
 
 def families() -> str:
     """What scripts/verify_models.py found."""
-    path = RESULTS / "models" / "families.json"
-    if not path.exists():
+    if (report := read_data("models/families.json")) is None:
         return NOT_MEASURED
-    found = json.loads(path.read_text())["families"]
+    found = report["families"]
     held = [f"`{entry['architecture']}`" for entry in found.values() if "success_rate" in entry and "failed" not in entry]
     refused: dict[str, list[str]] = {}
     for entry in found.values():
