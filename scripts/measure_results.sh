@@ -20,7 +20,7 @@ measure() { # NAME, then options of `tetris-sglang bench`
         --server-flags="--max-total-tokens 16384" "${resume[@]}" "$@"
 }
 
-# SGLang's own is best at k = 1 with both drafts; the others compare with that.
+# The others compare with k = 1 of SGLang's own.
 measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4 --concurrency 4
 
 compare() { # NAME, loads, then the workload's options
