@@ -1,9 +1,10 @@
 """Which rule of acceptance, and runners-up or not? Counted on a real server at equal rows of the target; times play no part.
 
-    python scripts/measure_rules.py                  # a quarter of an hour on two cores
+    python scripts/measure_rules.py                  # half an hour on two cores
 
 SmolLM2-135M-Instruct and its EAGLE-3 head answer the prompts of scripts/record_traces.py, at a fixed capacity, so that every
-server verifies as many drafts per request. Writes JSON and Markdown.
+server verifies as many drafts per request. Writes JSON, of which
+scripts/render_results.py makes the table in docs/acceptance.md.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CASES = [("coupled", CHAINS), ("coupled", COMBS), ("rejection", CHAINS), ("rejec
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where to write the JSON; .md goes beside it.")] = RESULT,
+    out: Annotated[Path, typer.Option(help="Where to write the JSON.")] = RESULT,
     temperatures: Annotated[str, typer.Option(help="0 is greedy, where all rules are one.")] = "0,0.7,1",
     capacity_per_request: Annotated[str, typer.Option(help="Drafts verified per request.")] = "2",
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens written per prompt, at most.")] = 128,
@@ -68,7 +69,6 @@ def main(
     provenance = collect_provenance() | {"command": command, "prompts": len(texts), "seed": seed}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
-    out.with_suffix(".md").write_text(render(provenance, rows))
     print(f"written: {out}")
 
 
@@ -83,22 +83,6 @@ def count_trace(trace: Trace) -> dict[str, float]:
         "standard_error": math.sqrt(rate * (1 - rate) / verified),
         "emitted_per_request": 1 + accepted / num_requests,
     }
-
-
-def render(provenance: dict, rows: list[dict]) -> str:
-    lines = [
-        "# Rules of acceptance and shapes, served at equal rows of the target\n",
-        f"Made by `{provenance['command']}` on {provenance['date']}, commit {provenance['commit']}: SmolLM2-135M-Instruct with "
-        f"its EAGLE-3 head, {provenance['prompts']} prompts. The bonus token counts as emitted.\n",
-        "| temperature | verified per request and step | rule | shape | accepted of verified | emitted per request and step |",
-        "|---|---|---|---|---|---|",
-        *(
-            f"| {row['temperature']:g} | {row['verified_per_request']:.2f} | {row['rule']} | {row['shape']} | "
-            f"{row['success_rate']:.3f} \u00b1 {row['standard_error']:.3f} | {row['emitted_per_request']:.2f} |"
-            for row in rows
-        ),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

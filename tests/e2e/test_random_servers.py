@@ -7,7 +7,6 @@ those of every run; what a server was started with is in what fails.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import time
@@ -27,7 +26,7 @@ from tetris_sglang.tools.server_process import ServerProcess
 SERVERS = [int(number) for number in os.environ.get("TETRIS_TEST_SERVERS", "7,19,20").split(",")]
 NUM_REQUESTS = 48
 MAX_NEAR_TIES = 0.03
-"""Of the texts: passes of unlike shapes round differently."""
+"""Of the texts, or one: passes of unlike shapes round differently."""
 DRAFTS = {"standalone": DRAFT, "eagle": PAIR / "eagle", "eagle3": PAIR / "eagle3"}
 SCHEMA = json.dumps(
     {
@@ -158,4 +157,4 @@ def test_no_text_shows_what_was_drafted(plain, prompts, number, tmp_path):
     for expected, asked in ((undrafted, kept), (by_others, greedy)):
         actual = [text for request, text in zip(kept, texts, strict=True) if request in asked]
         unlike = [r for r, a, e in zip(asked, actual, expected, strict=True) if a != e]
-        assert len(unlike) <= math.ceil(MAX_NEAR_TIES * len(asked)), f"{arguments}\n{unlike}"
+        assert len(unlike) <= max(1, MAX_NEAR_TIES * len(asked)), f"{arguments}\n{unlike}"

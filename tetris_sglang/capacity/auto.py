@@ -165,9 +165,8 @@ class AutoCapacity:
                 self._change_mode()
                 return plan
             # One that brings in what it costs is followed by another.
-            probe = limits.fit(
-                batch_size, next(d for d in limits.depths if d >= min(_PROBED_DEPTH, limits.num_steps)), batch_size
-            )
+            depth = next((depth for depth in limits.depths if depth >= _PROBED_DEPTH), limits.num_steps)
+            probe = limits.fit(batch_size, depth, batch_size)
             if self._allowance >= self._price(limits.shape_of(probe, batch_size, context_tokens)):
                 return probe
         return StepPlan(0, 0)

@@ -356,13 +356,13 @@ def _validate_models(args, config: TetrisConfig) -> str:
             f"--speculative-token-map {args.speculative_token_map}: it belongs to EAGLE heads, and this draft is {kind}. "
             f"Leave it out."
         )
-    if kind == draft_kind.STANDALONE and draft is not None and target.vocab_size != draft.vocab_size:
-        find_vocabulary(args, target.vocab_size, draft.vocab_size)  # raises before any weights are loaded
-    if kind in draft_kind.HEADS and draft is not None and target.vocab_size != draft.vocab_size:
-        raise ValueError(
-            f"--speculative-draft-model-path {draft_path}: its vocabulary has {draft.vocab_size} tokens, that of "
-            f"--model-path {args.model_path} has {target.vocab_size}. Choose a head trained for this target."
-        )
+    if draft is not None and target.vocab_size != draft.vocab_size:
+        if kind in draft_kind.HEADS:
+            raise ValueError(
+                f"--speculative-draft-model-path {draft_path}: its vocabulary has {draft.vocab_size} tokens, that of "
+                f"--model-path {args.model_path} has {target.vocab_size}. Choose a head trained for this target."
+            )
+        find_vocabulary(args, target.vocab_size, draft.vocab_size)  # a standalone draft's: raises before weights are loaded
     if kind in draft_kind.HEADS and target.hidden_size != getattr(
         draft, "target_hidden_size", draft.hidden_size if draft else target.hidden_size
     ):
