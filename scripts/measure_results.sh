@@ -23,20 +23,23 @@ measure() { # NAME, then options of `tetris-sglang bench`
 # The others compare with k = 1 of SGLang's own.
 measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4 --concurrency 4
 
-compare() { # NAME, loads, then the workload's options
-    local name=$1 loads=$2
-    shift 2
-    local common=(--k 1 --workload "$@")
-    measure "real-text/$name-head" --arms none,control,auto,sglang --concurrency "$loads" "${common[@]}" --drafts eagle3
-    measure "real-text/$name-ngram" --arms none,control,auto,sglang --concurrency 1,4,16 "${common[@]}" --drafts ngram
-    measure "real-text/$name-useless" --arms none,control,auto --concurrency 1,4,16 "${common[@]}" --drafts useless
+compare() { # NAME, drafts, loads, then the workload's options
+    local name=$1 drafts=$2 loads=$3
+    shift 3
+    measure "real-text/$name" --arms none,auto,sglang --k 1 --drafts "$drafts" --concurrency "$loads" --workload "$@"
 }
 
-compare sharegpt-0 1,4,8,16,32 sharegpt --temperature 0
-compare sharegpt-0.7 1,4,16 sharegpt --temperature 0.7
-compare sharegpt-1 1,4,16 sharegpt --temperature 1
-compare humaneval-0 1,4,16 humaneval --temperature 0
-compare humaneval-0.7 1,4,16 humaneval --temperature 0.7
+# What two servers that are alike differ by shows here: a second one without speculation.
+measure real-text/sharegpt-0-head --arms none,control,auto,sglang --k 1 --drafts eagle3 --concurrency 1,4,8,16,32
+measure real-text/sharegpt-0-useless --arms none,control,auto --drafts useless --concurrency 1,4,16
+compare sharegpt-0-ngram ngram 1,4,16 sharegpt
+compare sharegpt-0.7-head eagle3 1,4,16 sharegpt --temperature 0.7
+compare humaneval-0-head eagle3 1,4,16 humaneval
+compare sharegpt-1-head eagle3 1,4,16 sharegpt --temperature 1
+compare humaneval-0-ngram ngram 1,4,16 humaneval
+compare humaneval-0.7-head eagle3 1,4,16 humaneval --temperature 0.7
+compare sharegpt-0.7-ngram ngram 1,4,16 sharegpt --temperature 0.7
+compare humaneval-0.7-ngram ngram 1,4,16 humaneval --temperature 0.7
 measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k 1 --lengths equal --concurrency 1,4,16
 measure paper/sharegpt-0-head --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 \
     --concurrency 16
