@@ -2,7 +2,8 @@
 
     python benchmarks/bench_acceptance_rules.py
 
-Reads benchmarks/laws/*.npz (scripts/record_laws.py writes them); writes JSON and Markdown. No model runs.
+Reads benchmarks/laws/*.npz (scripts/record_laws.py writes them); writes JSON, of which
+scripts/render_results.py makes the table in docs/acceptance.md. No model runs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RULES = {
 }
 
 
-def main(out: Annotated[Path, typer.Option(help="Where to write the JSON; .md goes beside it.")] = RESULT) -> None:
+def main(out: Annotated[Path, typer.Option(help="Where to write the JSON.")] = RESULT) -> None:
     found: dict[str, dict[str, float]] = {rule: {} for rule in RULES}
     paths = sorted(LAWS.glob("*.npz"))
     num_positions = {}
@@ -51,7 +52,6 @@ def main(out: Annotated[Path, typer.Option(help="Where to write the JSON; .md go
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"provenance": provenance, "positions": num_positions, "rates": found}, indent=1) + "\n")
-    out.with_suffix(".md").write_text(render(provenance, num_positions, found))
     print(f"written: {out}")
 
 
@@ -60,24 +60,6 @@ def read_laws(path: Path) -> tuple[Tensor, Tensor]:
     with np.load(path) as arrays:
         p, q = (torch.from_numpy(arrays[name]).double() for name in ("p", "q"))
     return p / p.sum(dim=1, keepdim=True), q / q.sum(dim=1, keepdim=True)
-
-
-def render(provenance: dict, num_positions: dict[str, int], found: dict[str, dict[str, float]]) -> str:
-    temperatures = list(num_positions)
-    rows = [
-        f"| {rule} | " + " | ".join(f"{rate[temperature]:.3f}" for temperature in temperatures) + " |"
-        for rule, rate in found.items()
-    ]
-    counts = ", ".join(f"{count} positions at {temperature}" for temperature, count in num_positions.items())
-    made = f"Made by `{provenance['command']}` on {provenance['date']}, commit {provenance['commit']}; no model ran."
-    lines = [
-        "# How often the next token is one of the drafts\n",
-        f"{made} {counts} of answers of SmolLM2-135M-Instruct and its EAGLE-3 head.\n",
-        "| | " + " | ".join(f"temperature {temperature}" for temperature in temperatures) + " |",
-        "|---" * (len(temperatures) + 1) + "|",
-        *rows,
-    ]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draft heads that read a target's hidden states, in plain torch: EAGLE, EAGLE-3 and MiMo's MTP layer.
+"""Draft heads that read a target's hidden states, in plain torch: EAGLE, EAGLE-3, MiMo's MTP layer and DFlash.
 
 Parameter names are those of the checkpoints that SGLang loads. At position p a head reads hidden state p of the
 target and token p + 1, and predicts token p + 2; while it drafts, its own hidden state stands in for the
@@ -10,13 +10,15 @@ target's:
 | eagle3 | inputs of three target layers, through fc | norm(token), norm(hidden) | the layer's output | its own lm_head |
 | mtp | after the target's last norm | input_proj(norm(hidden), norm(token)) | final_layernorm(output) | the target's |
 
+DFlash drafts all tokens at once, behind token p + 1: what it reads of the target's layers, through fc, are keys and values.
+
 Embedding and lm_head (eagle3: the embedding) are the target's and not part of a head.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -24,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 MTP_PREFIX = "model.mtp_layers.0."
 
@@ -64,7 +66,7 @@ class RmsNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; the input may be wider than the output."""
 
-    def __init__(self, config: dict, input_size: int):
+    def __init__(self, config: dict, input_size: int, has_norms: bool = False):
         super().__init__()
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.head_dim = config["head_dim"]
@@ -73,6 +75,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config["hidden_size"], bias=False)
+        self.has_norms = has_norms
+        if has_norms:
+            self.q_norm, self.k_norm = (RmsNorm(self.head_dim, config["rms_norm_eps"]) for _ in range(2))
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns: queries, keys and values, each [batch, heads, length, head_dim]; one key head per query head."""
@@ -80,6 +85,8 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.has_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
         group = self.heads // self.kv_heads
         q, k = self._rotate(q, positions), self._rotate(k, positions)
         return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -129,9 +136,9 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """A decoder layer whose norms before the attention are the head's business."""
 
-    def __init__(self, config: dict, input_size: int, input_norms: tuple[str, ...]):
+    def __init__(self, config: dict, input_size: int, input_norms: tuple[str, ...], has_norms: bool = False):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config, input_size), Mlp(config)
+        self.self_attn, self.mlp = Attention(config, input_size, has_norms), Mlp(config)
         for name in (*input_norms, "post_attention_layernorm"):
             self.add_module(name, RmsNorm(config["hidden_size"], config["rms_norm_eps"]))
 
@@ -145,6 +152,14 @@ def _start_by_passing_on(linear: nn.Linear, columns: slice, layer: Layer) -> Non
         linear.bias.zero_()
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
+
+
+def _count_chains(tokens: Tensor, steps: int) -> int:
+    """Of `steps` drafts each, one behind every token but the first, as far as [batch, length] tokens judge them."""
+    chains = tokens.shape[1] - steps
+    if chains < 1:
+        raise ValueError(f"{tokens.shape[1]} tokens are too few for chains of {steps}")
+    return chains
 
 
 class Head(nn.Module):
@@ -210,9 +225,7 @@ class Head(nn.Module):
 
     def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """As `draft`, before the logits: per step what `read_logits` takes, and the hidden state, [batch, chains, hidden]."""
-        chains = tokens.shape[1] - steps
-        if chains < 1:
-            raise ValueError(f"{tokens.shape[1]} tokens are too few for chains of {steps}")
+        chains = _count_chains(tokens, steps)
         # In float32 also where an autocast computes the products in bfloat16: the residual stream starts here.
         hidden, keys, values = self.project(features[:, :chains]).float(), [], []
         for step in range(steps):
@@ -326,7 +339,97 @@ class MtpHead(Head):
         return x, x
 
 
-HEADS: dict[str, type[Head]] = {head.kind: head for head in (EagleHead, Eagle3Head, MtpHead)}
+class DFlashHead(Head):
+    """A block in one pass: its rows, the last known token's and a mask's for each draft, see all of each other."""
+
+    kind, architecture = "dflash", "DFlashDraftModel"
+
+    def __init__(self, config: dict, embedding: Tensor, lm_head: Tensor):
+        super().__init__(config, embedding, lm_head)
+        hidden, eps = config["hidden_size"], config["rms_norm_eps"]
+        self.layer_ids: list[int] = config["dflash_config"]["target_layer_ids"]
+        self.mask_token: int = config["dflash_config"]["mask_token_id"]
+        self.fc = nn.Linear(len(self.layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm, self.norm = RmsNorm(hidden, eps), RmsNorm(hidden, eps)
+        layers = [Layer(config, hidden, ("input_layernorm",), has_norms=True) for _ in range(config["num_hidden_layers"])]
+        self.layers = nn.ModuleList(layers)
+        self.vocabulary: Tensor | None = None
+        """[tokens] int64, the target's ids that are learnt from and drafted from; None: all."""
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        return self.vocabulary
+
+    def features(self, states: TargetStates) -> Tensor:
+        return torch.cat([states.layer_inputs[i + 1] for i in sorted(self.layer_ids)], dim=-1)
+
+    def read_logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.target_head if self.vocabulary is None else self.target_head[self.vocabulary])
+
+    def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of a block behind every token but the first; see `Head.unroll`."""
+        blocks, width = _count_chains(tokens, steps), steps + 1
+        context = self.hidden_norm(self.fc(features[:, :blocks]).float())
+        known = torch.arange(blocks)
+        places = (known[:, None] + 1 + torch.arange(width)).flatten()
+        read = torch.full((*tokens[:, 1 : 1 + blocks].shape, width), self.mask_token)
+        read[:, :, 0] = tokens[:, 1 : 1 + blocks]
+        x = F.embedding(read.flatten(1), self.embedding)
+        unseen = torch.ones(blocks, blocks, dtype=torch.bool).triu(1).repeat_interleave(width, 0)
+        for layer in self.layers:
+            attention = layer.self_attn
+            q, *own = attention.project(layer.input_layernorm(x), places)
+            _, keys, values = attention.project(context, known)
+            q = q * attention.head_dim**-0.5
+            own_keys, own_values = (part.unflatten(2, (blocks, width)) for part in own)
+            # [batch, heads, blocks, width, ...]
+            seen = (q @ keys.mT).masked_fill(unseen, float("-inf")).unflatten(2, (blocks, width))
+            shares = torch.cat((seen, q.unflatten(2, (blocks, width)) @ own_keys.mT), dim=-1).softmax(-1)
+            mixed = shares[..., :blocks].flatten(2, 3) @ values + (shares[..., blocks:] @ own_values).flatten(2, 3)
+            x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        for out in self.norm(x).unflatten(1, (blocks, width)).unbind(2)[1:]:
+            yield out, out
+
+
+HEADS: dict[str, type[Head]] = {head.kind: head for head in (EagleHead, Eagle3Head, MtpHead, DFlashHead)}
+
+
+def make_head_config(config: LlamaConfig, architecture: str, intermediate: int) -> dict:
+    """The config.json of a head of one layer with its target's attention.
+
+    Args:
+        config: the target's. intermediate: of the head's MLP.
+    """
+    kept = (
+        "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size", "max_position_embeddings",
+        "num_attention_heads", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "vocab_size",
+    )  # fmt: skip
+    return {name: getattr(config, name) for name in kept} | {
+        "architectures": [architecture],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "intermediate_size": intermediate,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "rope_parameters": dict(config.rope_parameters),
+        # SGLang replaces embedding and lm_head by the target's one after the other: they must be two.
+        "tie_word_embeddings": False,
+    }
+
+
+def make_eagle3_keys(draft_vocab_size: int, layer_ids: Sequence[int]) -> dict:
+    """What an EAGLE-3 head's config has besides; `layer_ids` are the target's layers that it reads."""
+    layers = {"eagle_aux_hidden_state_layer_ids": list(layer_ids), "use_aux_hidden_state": True}
+    return {"draft_vocab_size": draft_vocab_size, "eagle_config": layers}
+
+
+def make_dflash_keys(block_size: int, layer_ids: Sequence[int], mask_token: int, num_layers: int) -> dict:
+    """What a DFlash draft's config has besides; a block holds the last known token, too."""
+    read = {"target_layer_ids": list(layer_ids), "mask_token_id": mask_token}
+    return {"block_size": block_size, "dflash_config": read, "num_hidden_layers": num_layers}
 
 
 def _names_in_checkpoint(head: Head) -> dict[str, str]:

@@ -303,7 +303,7 @@ def servers() -> str:
 
     drafts = {str(DRAFT): "a smaller model", str(TARGET): "the target itself", str(PAIR / "eagle"): "an EAGLE head"}
     drafts |= {str(PAIR / "eagle3"): "an EAGLE-3 head", "OTHER_VOCABULARY": "a model with a vocabulary of its own"}
-    drafts |= {"ngram": "n-grams", "mtp": "prediction layers"}
+    drafts |= {str(PAIR / "dflash"): "a DFlash draft", "ngram": "n-grams", "mtp": "prediction layers"}
     everywhere = {*_pair_flags(COMMON), *_pair_flags(TETRIS)} - {("--model-path", str(TARGET))}
     rows = []
     for name, arguments in ARGUMENTS.items():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train an EAGLE-3 head for a model that was not trained here, on answers that the model itself writes.
+"""Train an EAGLE-3 head, or a DFlash draft, for a model that was not trained here, on answers that the model itself writes.
 
     python scripts/train_eagle3.py write --work-dir head-work
     python scripts/train_eagle3.py train --work-dir head-work --resume
@@ -7,7 +7,8 @@
     python scripts/train_eagle3.py publish --work-dir head-work
 
 `write` lets the model answer real prompts, greedily and sampled, and keeps its hidden states; it can be stopped and started
-again, and `train` takes whatever there is. `measure` counts what the head has accepted on prompts that it never saw.
+again, and `train` takes whatever there is. `measure` counts what the head has accepted on prompts that it never saw. With
+`--kind dflash`, `train` and `measure` are about a DFlash draft.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 import train_pair
 import typer
 from answers import Answer, Prompt, Writer
-from draft_heads import Eagle3Head, save_head
+from draft_heads import DFlashHead, Eagle3Head, Head, make_dflash_keys, make_eagle3_keys, make_head_config, save_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -50,8 +51,11 @@ ANSWERS, HELD_OUT = "answers", "held-out"
 SEED = 20250215
 
 MAX_CHAIN = 5
-CHAINS = (2, 3, 2, 5)
+CHAINS = {Eagle3Head.kind: (2, 3, 2, 5), DFlashHead.kind: (MAX_CHAIN,)}
 """Lengths of the chains, in turn: long ones are dear, and once they are learnt, more text helps more."""
+NUM_BLOCK_LAYERS = 2
+MASK_TOKEN = "<repo_name>"
+"""Of a block's rows: one that no answer has."""
 STEP_DECAY = 0.8
 MUON_RATE, ADAM_RATE, WARM_UP_STEPS, FALLING_SHARE = 0.02, 2e-3, 32, 0.5
 EVALUATE_EVERY = 100
@@ -61,6 +65,7 @@ WorkDir = Annotated[Path, typer.Option(help="Answers, checkpoints and intermedia
 Target = Annotated[Path | None, typer.Option(help="A Llama-architecture folder.", show_default="SmolLM2")]
 LayerIds = Annotated[str, typer.Option(help="The layers whose outputs the head reads, ascending.")]
 Threads = Annotated[int, typer.Option(help="CPU threads.")]
+Kind = Annotated[str, typer.Option(help=f"{' or '.join(CHAINS)}.")]
 
 
 # ---------------------------------------------------------------------------------------------------- answers
@@ -256,7 +261,7 @@ def pad(texts: list[Text]) -> Batch:
     return Batch(token_ids, states, normalizers, answered)
 
 
-def chain_loss(head: Eagle3Head, target_rows: Tensor, batch: Batch, steps: int) -> tuple[Tensor, list[float]]:
+def chain_loss(head: Head, target_rows: Tensor, batch: Batch, steps: int) -> tuple[Tensor, list[float]]:
     """What chains of `steps` tokens lose, from every position whose first drafted token is of an answer.
 
     Per step: half cross-entropy to the target's distribution, half to its likeliest token where the head's vocabulary
@@ -292,7 +297,7 @@ class HeadTrainer(Trainer):
 
     max_grad_norm = 1.0
 
-    def __init__(self, head: Eagle3Head, total_steps: int, checkpoint: Path) -> None:
+    def __init__(self, head: Head, total_steps: int, checkpoint: Path) -> None:
         super().__init__(head, total_steps, checkpoint)
         self.evaluations: list[dict] = []
 
@@ -320,7 +325,7 @@ class HeadTrainer(Trainer):
 
 
 @torch.no_grad()
-def evaluate(head: Eagle3Head, texts: Texts, batch_tokens: int) -> dict[str, float]:
+def evaluate(head: Head, texts: Texts, batch_tokens: int) -> dict[str, float]:
     """Mean accepted of MAX_CHAIN greedy drafts per verification, by kind of prompt, on texts that were written greedily.
 
     While a chain is accepted it reads exactly the text, so chains from every position at once hold those that serving
@@ -345,38 +350,10 @@ def evaluate(head: Eagle3Head, texts: Texts, batch_tokens: int) -> dict[str, flo
     return {kind: round(a / v, 3) for kind, (a, v) in sorted(counts.items())}
 
 
-def head_config(target: LlamaForCausalLM, vocabulary: int, intermediate: int, layer_ids: list[int]) -> dict:
-    config = target.config
-    return {
-        "architectures": [Eagle3Head.architecture],
-        "attention_bias": False,
-        "bos_token_id": config.bos_token_id,
-        "draft_vocab_size": vocabulary,
-        "dtype": "bfloat16",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True},
-        "eos_token_id": config.eos_token_id,
-        "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": config.max_position_embeddings,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": config.num_attention_heads,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": config.num_key_value_heads,
-        "pad_token_id": config.pad_token_id,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": dict(config.rope_parameters),
-        # SGLang replaces embedding and lm_head by the target's one after the other: they must be two.
-        "tie_word_embeddings": False,
-        "vocab_size": config.vocab_size,
-    }
-
-
 @app.command()
 def train(
     work_dir: WorkDir,
+    kind: Kind = Eagle3Head.kind,
     target: Target = None,
     threads: Threads = 2,
     layer_ids: LayerIds = LAYER_IDS,
@@ -395,16 +372,15 @@ def train(
     """Train the head on what `write` has written."""
     torch.set_num_threads(threads)
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM.from_pretrained(target or ensure_target(), dtype=torch.float32).eval()
+    folder = target or ensure_target()
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts, judged = Texts(work_dir / ANSWERS), Texts(work_dir / HELD_OUT)
-    checkpoint = work_dir / "head.checkpoint"
+    checkpoint = work_dir / f"{kind}.checkpoint"
     if checkpoint.exists() and not resume:
         raise typer.BadParameter(f"{checkpoint} exists: add --resume to go on, or name another --work-dir")
     counts = texts.count_answer_tokens(model.config.vocab_size)
     ids = counts.sort(descending=True, stable=True).indices[:vocabulary].sort().values
-    config = head_config(model, vocabulary, intermediate, _read_layer_ids(layer_ids))
-    head = Eagle3Head(config, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
-    head.set_draft_ids(ids)
+    head = make_head(model, kind, ids, intermediate, _read_layer_ids(layer_ids), folder)
     head.norm.weight.data.copy_(model.model.norm.weight)
     trainer = HeadTrainer(head, steps, checkpoint)
     if checkpoint.exists():
@@ -416,7 +392,7 @@ def train(
         f"{counts[head.draft_ids].sum() / counts.sum():.4f}; {sum(p.numel() for p in head.parameters())} parameters"
     )
     del model
-    last = steps if stop_after is None else min(stop_after, steps)
+    last, lengths = steps if stop_after is None else min(stop_after, steps), CHAINS[kind]
     bar = tqdm(total=steps, initial=trainer.step_index, desc="head", unit="step", mininterval=5)
     while trainer.step_index < last:
         for batch_texts in _rest_of_epoch(texts, trainer.step_index, batch_tokens):
@@ -424,7 +400,7 @@ def train(
                 break
             batch = pad(batch_texts)
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss, right = chain_loss(head, target_rows, batch, CHAINS[trainer.step_index % len(CHAINS)])
+                loss, right = chain_loss(head, target_rows, batch, lengths[trainer.step_index % len(lengths)])
             trainer.apply(loss)
             bar.set_postfix(loss=f"{trainer.losses[-1]:.3f}", right=f"{right[0]:.3f}", refresh=False)
             bar.update()
@@ -435,9 +411,29 @@ def train(
     trainer.save()
     if trainer.step_index == steps:
         train_pair.round_to_bfloat16(head)
-        save_head(head, work_dir / "head")
+        save_head(head, work_dir / kind)
         accepted = evaluate(head, judged, batch_tokens)
         typer.echo(json.dumps({"mean_accepted": accepted}))
+
+
+def make_head(
+    target: LlamaForCausalLM, kind: str, ids: Tensor, intermediate: int, layer_ids: list[int], folder: Path
+) -> Eagle3Head | DFlashHead:
+    """Untrained; `ids` [tokens] are the target's that it learns to draft, ascending, `folder` has the target's tokenizer."""
+    weights = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
+    if kind == Eagle3Head.kind:
+        config = make_head_config(target.config, Eagle3Head.architecture, intermediate)
+        head = Eagle3Head(config | make_eagle3_keys(len(ids), layer_ids), *weights)
+        head.set_draft_ids(ids)
+        return head
+    if kind != DFlashHead.kind:
+        raise typer.BadParameter(f"{kind}; known: {', '.join(CHAINS)}")
+    mask_token = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(MASK_TOKEN)
+    config = make_head_config(target.config, DFlashHead.architecture, intermediate)
+    config |= make_dflash_keys(MAX_CHAIN + 1, layer_ids, mask_token, NUM_BLOCK_LAYERS)
+    block = DFlashHead(config, *weights)
+    block.vocabulary = ids
+    return block
 
 
 def _rest_of_epoch(texts: Texts, step: int, batch_tokens: int) -> Iterator[list[Text]]:
@@ -454,6 +450,7 @@ def _rest_of_epoch(texts: Texts, step: int, batch_tokens: int) -> Iterator[list[
 @app.command()
 def measure(
     work_dir: WorkDir,
+    kind: Kind = Eagle3Head.kind,
     target: Target = None,
     prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 48,
     new_tokens: Annotated[int, typer.Option(help="Written per prompt, at most.")] = 128,
@@ -476,7 +473,7 @@ def measure(
                 concurrency=16,
                 seed=0,
                 target=target or ensure_target(),
-                head=work_dir / "head",
+                head=work_dir / kind,
             )
             accepted = read_trace(path).accepted
         by_kind: dict[str, list[int]] = {}
@@ -492,7 +489,7 @@ def measure(
             # Of the tokens whose predecessors were accepted, the share that was.
             "accepted_at": [round(b / a, 3) for a, b in pairwise(reached)],
         }
-    (work_dir / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
+    (work_dir / f"{kind}.measured.json").write_text(json.dumps(measured, indent=1) + "\n")
     typer.echo(json.dumps(measured["temperatures"], indent=1))
 
 
@@ -503,7 +500,8 @@ def publish(
 ) -> None:
     """Put head, figures and card in their place."""
     names = [name for shard in sorted((work_dir / ANSWERS).glob("*.safetensors")) for name in _read_names(shard)]
-    state = torch.load(work_dir / "head.checkpoint", weights_only=True)
+    kind = Eagle3Head.kind
+    state = torch.load(work_dir / f"{kind}.checkpoint", weights_only=True)
     losses = state["losses"]
     tail = max(1, len(losses) // 20)
     counts: dict[str, list[int]] = {}
@@ -512,11 +510,11 @@ def publish(
         total[0] += 1
         total[1] += name["prompt_tokens"]
         total[2] += name["tokens"] - name["prompt_tokens"]
-    weights = work_dir / "head" / "model.safetensors"
+    weights = work_dir / kind / "model.safetensors"
     metrics = {
         "target": SMOLLM2.name,
         "target_sha256": SMOLLM2.sha256,
-        "config": json.loads((work_dir / "head" / "config.json").read_text()),
+        "config": json.loads((work_dir / kind / "config.json").read_text()),
         "bytes": weights.stat().st_size,
         "parameters": sum(t.numel() for t in load_file(weights).values() if t.is_floating_point()),
         "answers": {kind: dict(zip(("prompts", "prompt_tokens", "answer_tokens"), c, strict=True))
@@ -524,18 +522,18 @@ def publish(
         "temperatures": sorted(set(TEMPERATURES)),
         "training": {
             "steps": state["total_steps"],
-            "chains": list(CHAINS),
+            "chains": list(CHAINS[kind]),
             "first_loss": round(losses[0], 3),
             "last_loss": round(sum(losses[-tail:]) / tail, 3),
             "evaluations": state["evaluations"],
         },
-        "measured": json.loads((work_dir / "measured.json").read_text()),
+        "measured": json.loads((work_dir / f"{kind}.measured.json").read_text()),
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     (out / "README.md").write_text(render_card(metrics))
     for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(work_dir / "head" / name, out / name)
+        shutil.copyfile(work_dir / kind / name, out / name)
 
 
 def render_card(metrics: dict) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train draft heads for the shipped target: EAGLE, EAGLE-3 and an MTP layer, in the forms that SGLang loads.
+"""Train draft heads for the tests' target: EAGLE, EAGLE-3, an MTP layer and DFlash, in the forms that SGLang loads.
 
     python scripts/train_heads.py train --work-dir pair-work
     python scripts/train_heads.py train --work-dir pair-work --kinds eagle3 --resume
@@ -22,7 +22,17 @@ import torch
 import torch.nn.functional as F
 import train_pair
 import typer
-from draft_heads import HEADS, Eagle3Head, Head, load_head, read_target, save_head
+from draft_heads import (
+    HEADS,
+    Eagle3Head,
+    Head,
+    load_head,
+    make_dflash_keys,
+    make_eagle3_keys,
+    make_head_config,
+    read_target,
+    save_head,
+)
 from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
@@ -72,6 +82,7 @@ PRESETS = {
             "eagle": HeadSettings(4, 2, 512, (Round(100, 3, 1.0), Round(240, 2, 1.0), Round(280, 2, 0.1))),
             "eagle3": HeadSettings(2, 1, 192, (Round(420, 5), Round(400, 2), Round(260, 2), Round(220, 3))),
             "mtp": HeadSettings(4, 2, 512, (Round(200, 2), Round(120, 2))),
+            "dflash": HeadSettings(4, 2, 128, (Round(320, 5),)),
         },
     ),
     "tiny": HeadsPreset(
@@ -80,6 +91,7 @@ PRESETS = {
             "eagle": HeadSettings(4, 2, 64, (Round(12, 2, 1.0),)),
             "eagle3": HeadSettings(2, 1, 64, (Round(6, 3), Round(6, 2))),
             "mtp": HeadSettings(4, 2, 64, (Round(12, 1),)),
+            "dflash": HeadSettings(4, 2, 64, (Round(12, 2),)),
         },
         batch_tokens=512,
         context_tokens=128,
@@ -93,37 +105,15 @@ PRESETS = {
 def make_config(target: LlamaForCausalLM, kind: str, preset: HeadsPreset) -> dict:
     """The config.json of a head; that of `mtp` describes the complete checkpoint."""
     config, settings = target.config, preset.heads[kind]
-    common = {
-        "architectures": [HEADS[kind].architecture],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": config.bos_token_id,
-        "dtype": "bfloat16",
-        "eos_token_id": config.eos_token_id,
-        "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": settings.intermediate,
-        "max_position_embeddings": config.max_position_embeddings,
-        "mlp_bias": False,
-        "model_type": "llama",
+    common = make_head_config(config, HEADS[kind].architecture, settings.intermediate) | {
         "num_attention_heads": settings.heads,
-        "num_hidden_layers": 1,
         "num_key_value_heads": settings.kv_heads,
-        "pad_token_id": config.pad_token_id,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": dict(config.rope_parameters),
-        # SGLang replaces embedding and lm_head by the target's one after the other: they must be two.
-        "tie_word_embeddings": False,
-        "vocab_size": config.vocab_size,
     }
     if kind == "eagle3":
-        common["draft_vocab_size"] = min(preset.draft_vocab_size, config.vocab_size)
         # SGLang's own choice of layers needs a deeper target: of five layers it would capture one.
-        common["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": list(preset.aux_layer_ids),
-            "use_aux_hidden_state": True,
-        }
+        common |= make_eagle3_keys(min(preset.draft_vocab_size, config.vocab_size), preset.aux_layer_ids)
+    if kind == "dflash":
+        common |= make_dflash_keys(train_pair.DRAFTED_TOKENS + 1, preset.aux_layer_ids, train_pair.PAD_ID, 2)
     if kind == "mtp":
         if (settings.heads, settings.kv_heads) != (config.num_attention_heads, config.num_key_value_heads):
             raise ValueError("an MTP layer has the attention heads of its target")

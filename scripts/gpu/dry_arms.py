@@ -118,6 +118,7 @@ ARMS: Mapping[str, Arm] = {
     "comb": Arm([*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True),
     "eagle": Arm([*COMMON, *TETRIS, *_draft("eagle"), *_capacity(2)], has_twin=True),
     "eagle3": Arm([*COMMON, *TETRIS, *_draft("eagle3"), *COMB, *_capacity(3)], has_twin=True, has_streams_checked=True),
+    "dflash": Arm([*COMMON, *TETRIS, *_draft("dflash"), *COMB, *_capacity(3)], has_twin=True, has_streams_checked=True),
     "mtp": Arm([*_serve(MTP_CHECKPOINT), *TETRIS, *_capacity(2)], has_twin=True),
     "ngram": Arm([*COMMON, *TETRIS, *_capacity(2)], has_twin=True),
     # The draft is the target, and all it drafts is verified: a wrong, stale or missing entry of its cache shows as a rejection.

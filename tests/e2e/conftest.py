@@ -26,7 +26,6 @@ from mtp_checkpoint import make_mtp_checkpoint
 PAIR = REPOSITORY / "tests" / "pair"
 TARGET, DRAFT = PAIR / "target", PAIR / "draft"
 NUM_STEPS = 5
-"""Tokens behind the last pass's, where chains go on."""
 MTP_CHECKPOINT = "MTP_CHECKPOINT"
 TOKEN_MAP = "TOKEN_MAP"
 OTHER_VOCABULARY = "OTHER_VOCABULARY"
@@ -102,6 +101,11 @@ ARGUMENTS = {
         *UNSEEDED, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"),
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4", "--tp-size", "2",
     ],
+    # Trees from one pass.
+    "dflash": [
+        *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "dflash"),
+        "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4",
+    ],
     "mtp": [
         "--model-path", MTP_CHECKPOINT, *COMMON[2:], *TETRIS, *CRAMPED,
     ],
@@ -124,7 +128,7 @@ PARALLEL = ("parallel", "parallel_comb")
 SHARED = ("plain", "overlap", "auto")
 ROOMY = ("overlap", "synchronous", "comb")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
-TETRIS_SERVERS = ("overlap", "synchronous", "comb", "ngram", "eagle", "eagle3", "mtp")
+TETRIS_SERVERS = ("overlap", "synchronous", "comb", "ngram", "eagle", "eagle3", "dflash", "mtp")
 """Those of the fixture `tetris`."""
 RECORDING = (*TETRIS_SERVERS, "perfect", "perfect_switching")
 FEATURED = ("overlap", "comb", "ngram", "eagle3")
@@ -132,7 +136,7 @@ FEATURED = ("overlap", "comb", "ngram", "eagle3")
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
 MIN_SUCCESS = {
     "overlap": 0.5, "synchronous": 0.5, "comb": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
-    "mtp": 0.35, "parallel": 0.3, "parallel_comb": 0.3,
+    "dflash": 0.2, "mtp": 0.35, "parallel": 0.3, "parallel_comb": 0.3,
 }  # fmt: skip
 
 

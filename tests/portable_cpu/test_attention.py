@@ -15,6 +15,7 @@ from tetris_sglang import portable_cpu
 if not portable_cpu.is_active():
     pytest.skip("the portable CPU platform is inactive here", allow_module_level=True)
 
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from tetris_sglang.portable_cpu import plans
@@ -260,6 +261,18 @@ def test_decode_and_verify_batches_match_reference():
     f.check(f.queries(7), chain_views(f, [4, 81, 22], [1, 4, 2]))
 
 
+def test_every_row_of_a_bidirectional_draft_s_block_sees_all_of_them():
+    prefixes = [3, 77, 20]
+    f = Fixture(prefixes, spare=4)
+    f.runner.is_draft_worker = True
+    f.runner.model.layer = RadixAttention(4, 64, 1.0, 2, layer_id=0, attn_type=AttentionType.ENCODER_ONLY)
+    f.backend = TorchRaggedBackend(f.runner)
+    spec = SimpleNamespace(draft_token_num=4)
+    f.backend.init_forward_metadata(forward_batch(f, ForwardMode.TARGET_VERIFY, prefixes, spec_info=spec))
+    views = [(f.rows(b, slice(n + 4)), torch.ones(4, n + 4, dtype=torch.bool)) for b, n in enumerate(prefixes)]
+    f.check(f.queries(12), views)
+
+
 def test_input_padding_leaves_real_rows_alone():
     f = Fixture([9, 30])
     f.backend.plan(f.indices, torch.tensor([9, 30]), torch.tensor([2, 3]), 30, 3, 5)
@@ -385,7 +398,8 @@ def test_groups_follow_lengths():
     [
         ({"sliding_window_size": 128}, "a sliding window"),
         ({"logit_cap": 30.0}, "a cap on attention logits"),
-        ({"is_cross_attention": True}, "cross or bidirectional attention"),
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "bidirectional attention"),
     ],
 )
 def test_other_kinds_of_attention_are_refused_by_name(change, reason):
@@ -393,6 +407,7 @@ def test_other_kinds_of_attention_are_refused_by_name(change, reason):
     layer = plans.RadixAttention(2, 32, 1.0, 2, layer_id=0)
     for name, value in change.items():
         setattr(layer, name, value)
+    f.runner.is_draft_worker = False
     f.runner.model.add_module("attn", layer)
     with pytest.raises(ValueError, match=reason):
         TorchRaggedBackend(f.runner)

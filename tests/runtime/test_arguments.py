@@ -353,11 +353,17 @@ def test_an_empty_draft_path(make_args):
     )
 
 
+BLOCK = {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0]},
+}
 HEAD = {"hidden_size": 64, "num_hidden_layers": 1}
 KINDS = {
     "standalone": ({}, {"hidden_size": 32}),
     "eagle": ({}, {"architectures": ["LlamaForCausalLMEagle"], **HEAD}),
     "eagle3": ({}, {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 100, **HEAD}),
+    "dflash": ({}, BLOCK),
     "mtp": ({"num_nextn_predict_layers": 1}, None),
     "ngram": ({}, None),
 }
@@ -375,6 +381,34 @@ def test_the_kind_of_draft_is_found_out(make_args, write_config, environment, ki
     environment["SGLANG_TETRIS_DRAFT"] = "ngram" if kind == "standalone" else "standalone"
     other = environment["SGLANG_TETRIS_DRAFT"]
     assert_refused(args, f"--speculative-tetris-draft {other} contradicts", kind, "Leave the flag out")
+
+
+def test_a_block_is_drafted_whole_unless_fewer_steps_are_asked_for(plugins, make_args, write_config, environment):
+    draft = write_config("block", **BLOCK)
+    args = make_args(speculative_draft_model_path=draft)
+    validate_server_args(args)
+    resolve_server_args(args)
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (7, 15)
+    validate_server_args(make_args(speculative_draft_model_path=draft, speculative_num_steps=3))
+    with pytest.raises(ValueError, match=r"--speculative-num-steps 8: a block of this draft has 8 tokens.*at most 7"):
+        validate_server_args(make_args(speculative_draft_model_path=draft, speculative_num_steps=8))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"projector_type": "domino", "gru_hidden_dim": 8, "emb_dim": 8, "shift_label": True, "pure_draft_prefix_len": 1},
+            "without a projector",
+        ),
+        ({"conv_kernel_size": 3, "conv_group_size": 8}, "without a projector, a candidate selector and convolutions"),
+        ({"mask_token_id": None}, "names no dflash_config.mask_token_id"),
+    ],
+)
+def test_blocks_that_need_more_are_refused(make_args, write_config, environment, changed, message):
+    draft = write_config("block", **BLOCK | {"dflash_config": BLOCK["dflash_config"] | changed})
+    with pytest.raises(ValueError, match=message):
+        validate_server_args(make_args(speculative_draft_model_path=draft))
 
 
 def test_layers_of_the_target_need_not_be_used(make_args, write_config, environment):

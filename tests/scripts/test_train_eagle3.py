@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import answers
 import train_eagle3
-from draft_heads import Eagle3Head, load_head
+from draft_heads import Eagle3Head, load_head, make_eagle3_keys, make_head_config
 
 LAYER_IDS, MAX_TOKENS = [0, 2, 3], 48
 
@@ -109,7 +109,7 @@ def texts(work_dir):
 @pytest.fixture
 def head(target):
     torch.manual_seed(0)
-    config = train_eagle3.head_config(target, 512, 64, LAYER_IDS)
+    config = make_head_config(target.config, Eagle3Head.architecture, 64) | make_eagle3_keys(512, LAYER_IDS)
     made = Eagle3Head(config, target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach())
     made.set_draft_ids(torch.arange(0, 2048, 4))
     return made
@@ -186,22 +186,24 @@ def test_acceptance_is_counted_as_serving_would(work_dir, head):
     assert passes > 20 and found == pytest.approx(accepted / passes, abs=0.02)
 
 
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(work_dir, tmp_path, target, monkeypatch):
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(work_dir, tmp_path, target, monkeypatch, kind):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1"), monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     monkeypatch.setattr(train_eagle3, "EVALUATE_EVERY", 4)
-    common = ["train", "--target", str(TARGET), "--threads", "1", "--steps", "10", "--vocabulary", "512"]
+    monkeypatch.setattr(train_eagle3, "MASK_TOKEN", "<|pad|>")
+    common = ["train", "--kind", kind, "--target", str(TARGET), "--threads", "1", "--steps", "10", "--vocabulary", "512"]
     common += ["--intermediate", "64", "--batch-tokens", "512", "--layer-ids", "0,2,3"]
     saved = {}
     for name, calls in (("whole", [[]]), ("resumed", [["--stop-after", "5"], ["--resume"]])):
         folder = tmp_path / name
         folder.mkdir()
-        for kind in ("answers", "held-out"):
-            (folder / kind).symlink_to(work_dir / kind)
+        for part in ("answers", "held-out"):
+            (folder / part).symlink_to(work_dir / part)
         for more in calls:
             result = CliRunner().invoke(train_eagle3.app, [*common, "--work-dir", str(folder), *more], catch_exceptions=False)
             assert result.exit_code == 0
-        saved[name] = load_head(folder / "head", target).state_dict()
-        state = torch.load(folder / "head.checkpoint", weights_only=True)
+        saved[name] = load_head(folder / kind, target).state_dict()
+        state = torch.load(folder / f"{kind}.checkpoint", weights_only=True)
         assert len(state["losses"]) == 10 and [e["step"] for e in state["evaluations"]] == [4, 8]
         assert sum(state["losses"][-3:]) < sum(state["losses"][:3])
     for key, value in saved["whole"].items():

@@ -119,17 +119,11 @@ def test_sharegpt_is_split_by_conversation_and_no_question_is_in_two_splits(tmp_
 
 
 def test_human_eval_is_asked_as_a_chat(tmp_path):
-    rows = [
-        {
-            "task_id": "HumanEval/0",
-            "prompt": "\ndef f(x):\n    ...\n",
-            "canonical_solution": "    return x\n",
-        }
-    ]
+    rows = [{"task_id": "HumanEval/0", "prompt": "\ndef f(x):\n    ...\n"}]
     put(tmp_path, HUMAN_EVAL, gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     (prompt,) = prompts.read_human_eval(tmp_path)
     assert prompt.text == "Complete this Python function:\n\ndef f(x):\n    ..."
-    assert prompt.answer == "    return x\n" and prompt.kind == "humaneval"
+    assert prompt.kind == "humaneval"
 
 
 def test_the_projects_own_questions_are_of_unlike_kinds():

@@ -46,13 +46,13 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
 class AcceptCurves:
     """Moving averages of `measure_curves` on the host.
 
-    Until something was measured, every draft token is taken to be accepted with probability 0.6.
+    Until something was measured, every draft token is taken to be accepted with probability 0.45.
 
     Args:
         max_depth: of the drafts. shares: as `capacity_shares`.
     """
 
-    _FIRST_GUESS = 0.6
+    _FIRST_GUESS = 0.45
     _MEMORY_REQUESTS, _MEMORY_STEPS = 16.0, 3.0
     """Requests' steps, and steps besides, after which a measurement has lost most of its weight. Few: requests differ, and so
     do the stretches of one."""

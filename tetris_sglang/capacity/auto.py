@@ -35,14 +35,17 @@ _CLEAR_GAIN = 1.5
 _DRAW_EVERY = 8
 """Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
 those known to be slower do not."""
-_ALLOWED_SHARE = 0.0025
-"""Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful."""
-_FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE = 1.5, 8.0, 1.0
-"""In plain steps: what a new server may lose beside that, what speculation can save up, and what it leaves to plain
-decoding."""
+_ALLOWED_SHARE, _ALLOWED_PER_REQUEST = 0.0025, 0.004
+"""Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful. Of few requests
+a step shows less, so it may cost more: the second is divided by their number."""
+_FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE, _MIN_ALLOWANCE = 0.5, 8.0, 1.0, -2.0
+"""In plain steps: what a new server may lose beside that, what speculation can save up, what it leaves to plain decoding, and
+how far a slow step can take it."""
+_FIRST_LESSONS = 3.0
+"""Plain steps, times their requests, that a new server may lose besides: so much has to be seen of a draft to judge it."""
 
 
-_PROBED_DEPTH = 2
+_PROBED_DEPTH = 1
 """Where plain decoding looks at the draft: the first tokens say whether it is of use, and deeper ones cost a pass each."""
 _MAX_CORRECTION = 4.0
 """Plain steps that one measured time may differ by from what was charged for it: a process may have been stopped."""
@@ -67,8 +70,8 @@ class AutoCapacity:
         self._steps_since_look = 0
         self._looks_deep = False
         self._look_after = _FIRST_LOOK_AFTER
-        self._allowance = _FIRST_ALLOWANCE
-        """Plain steps' time that may still be lost."""
+        self._allowance, self._lessons = _FIRST_ALLOWANCE, _FIRST_LESSONS
+        """Plain steps' time that may still be lost, and what is left of `_FIRST_LESSONS`."""
         self._random = np.random.default_rng(0)
         self._drawn: np.ndarray | None = None
         self._steps_with_drawn = 0
@@ -123,12 +126,14 @@ class AutoCapacity:
         if not is_plain:
             # After plain steps the draft first reads what they emitted: no shape says how much.
             plain = self.step_times.predict_step(_plain(shape))
-            self._allowance -= min(max((seconds - predicted) / plain, -_MAX_CORRECTION), _MAX_CORRECTION)
+            self._charge(min(max((seconds - predicted) / plain, -_MAX_CORRECTION), _MAX_CORRECTION), shape.batch_size)
         return predicted
 
     def begin_step(self, shape: StepShape) -> None:
         """A step of this shape begins: what it should take longer than a plain one is charged; `observe_time` corrects it."""
-        self._allowance = min(self._allowance, _MAX_ALLOWANCE) + _ALLOWED_SHARE - self._price(shape)
+        share = _ALLOWED_SHARE + _ALLOWED_PER_REQUEST / shape.batch_size
+        self._allowance = min(self._allowance, _MAX_ALLOWANCE) + share
+        self._charge(self._price(shape), shape.batch_size)
 
     def confirm(self, batch_size: int, expected: float | None, accepted: int) -> None:
         """Of one speculative step: what `AcceptCurves.observe` returned (None: not known), and what came true."""
@@ -136,6 +141,11 @@ class AutoCapacity:
         if expected is not None:
             self.curves.confirm(expected, accepted)
         self._allowance += accepted / batch_size
+
+    def _charge(self, plain_steps: float, batch_size: int) -> None:
+        lesson = min(max(plain_steps, 0.0), self._lessons / batch_size)
+        self._lessons -= lesson * batch_size
+        self._allowance = max(self._allowance + lesson - plain_steps, _MIN_ALLOWANCE)
 
     def _price(self, shape: StepShape) -> float:
         """Plain steps that such a step takes longer than a plain one."""

@@ -26,7 +26,7 @@ def _as_asked(batch_size: int, rows: int) -> int | None:
 class DraftLimits:
     """What a server can draft and verify.
 
-    depths: to which it can draft, ascending from 1; of captured passes a few.
+    depths: to which it can draft, ascending; of captured passes a few, of a block one.
     count_nodes: depth -> tokens drafted per request.
     fit_rows: (batch_size, rows) -> rows that a target's pass for them has (those of its graph); None: as many as asked for.
     """

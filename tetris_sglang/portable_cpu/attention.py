@@ -34,6 +34,7 @@ class TorchRaggedBackend(Planner, AttentionBackend):
         AttentionBackend.__init__(self)
         refuse_unsupported(model_runner)
         Planner.__init__(self, model_runner)
+        self._is_bidirectional = AttentionType.ENCODER_ONLY in _attention_types(model_runner.model)
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_context_len = model_runner.model_config.context_len
 
@@ -61,7 +62,10 @@ class TorchRaggedBackend(Planner, AttentionBackend):
             q_lens, total = torch.full_like(seq_lens, n), bs * n
         else:
             q_lens, total = layout.verify_lens, forward_batch.input_ids.shape[0]
-        mask = spec_info.custom_mask if spec_info.tree_topk != 1 else None
+        if self._is_bidirectional:  # a block of drafts, every one of which sees all of them
+            mask = torch.ones((bs * n * n,), dtype=torch.bool, device=seq_lens.device)
+        else:
+            mask = spec_info.custom_mask if spec_info.tree_topk != 1 else None
         if mask is not None:
             if mask.numel() != bs * n * n:
                 raise ValueError(
@@ -201,6 +205,10 @@ def _longest(forward_batch) -> int:
     return int((forward_batch.seq_lens if lens is None else lens).max())
 
 
+def _attention_types(model) -> set[AttentionType]:
+    return {layer.attn_type for layer in model.modules() if isinstance(layer, RadixAttention)}
+
+
 def refuse_unsupported(model_runner) -> None:
     """Raise ValueError if a layer of the model wants attention that this backend does not compute."""
     reasons = set()
@@ -213,8 +221,12 @@ def refuse_unsupported(model_runner) -> None:
             reasons.add("a sliding window")
         if layer.logit_cap:
             reasons.add("a cap on attention logits")
-        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
-            reasons.add("cross or bidirectional attention")
+        if layer.is_cross_attention or layer.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+            reasons.add("cross attention")
+    if len(_attention_types(model_runner.model)) > 1:
+        reasons.add("causal and bidirectional attention in one model")
+    if AttentionType.ENCODER_ONLY in _attention_types(model_runner.model) and not model_runner.is_draft_worker:
+        reasons.add("bidirectional attention")
     if reasons:
         raise ValueError(
             f"--attention-backend {ATTENTION_BACKEND} does not support this model, which uses "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # SGLang's own default for speculation (arg_groups/speculative_hook.py, _handle_eagle_family).
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
+_DRAFT_PATH = "--speculative-draft-model-path"
 DEFAULT_CHILDREN, MAX_CHILDREN = 2, 4
 """Tokens of a level: a chain's, and runners-up."""
 
@@ -291,6 +293,8 @@ def _validate_drawn(args, kind: str, config: TetrisConfig) -> None:
     given = f"--speculative-tetris-acceptance {config.acceptance}"
     if kind == draft_kind.NGRAM:
         raise ValueError(f"{given}: n-grams have no probabilities to draw from. Leave it out.")
+    if kind == draft_kind.DFLASH:
+        raise ValueError(f"{given}: a DFlash draft's trees are judged by the target's own draws. Leave it out.")
     if (args.tp_size or 1) > 1:
         raise ValueError(
             f"{given} with --tp-size {args.tp_size}: ranks would judge by their own rounding. Use --tp-size 1, or leave it out."
@@ -327,7 +331,38 @@ def _validate_attention_backends(args, device: str) -> None:
 
 
 def _resolve_num_steps(args) -> int:
-    return DEFAULT_NUM_STEPS if args.speculative_num_steps is None else int(args.speculative_num_steps)
+    if args.speculative_num_steps is not None:
+        return int(args.speculative_num_steps)
+    path = args.speculative_draft_model_path
+    if path:
+        draft = load_config(path, _DRAFT_PATH, args.trust_remote_code, args.speculative_draft_model_revision)
+        if draft_kind.is_block(draft):
+            return _read_block(draft).block_size - 1
+    return DEFAULT_NUM_STEPS
+
+
+def _read_block(draft: Any):
+    """SGLang's reading of a DFlash draft's config, its block size resolved as the model does."""
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    config = parse_dflash_draft_config(draft_hf_config=draft)
+    return dataclasses.replace(config, block_size=config.resolve_block_size(default=16))
+
+
+def _validate_block(args, draft: Any) -> None:
+    given, block = f"{_DRAFT_PATH} {args.speculative_draft_model_path}", _read_block(draft)
+    if block.projector_type is not None or block.selector_rank or block.conv_kernel_size:
+        raise ValueError(
+            f"{given}: of DFlash drafts TETRIS serves those without a projector, a candidate selector and convolutions. Choose "
+            f"another draft, or --speculative-algorithm DFLASH."
+        )
+    if block.mask_token_id is None:
+        raise ValueError(f"{given}: its config.json names no dflash_config.mask_token_id. Add the id of its mask token there.")
+    if _resolve_num_steps(args) >= block.block_size:
+        raise ValueError(
+            f"--speculative-num-steps {args.speculative_num_steps}: a block of this draft has {block.block_size} tokens, "
+            f"the bonus token included. Give at most {block.block_size - 1}, or leave it out."
+        )
 
 
 def _validate_models(args, config: TetrisConfig) -> str:
@@ -363,6 +398,8 @@ def _validate_models(args, config: TetrisConfig) -> str:
                 f"--model-path {args.model_path} has {target.vocab_size}. Choose a head trained for this target."
             )
         find_vocabulary(args, target.vocab_size, draft.vocab_size)  # a standalone draft's: raises before weights are loaded
+    if kind == draft_kind.DFLASH:
+        _validate_block(args, draft)
     if kind in draft_kind.HEADS and target.hidden_size != getattr(
         draft, "target_hidden_size", draft.hidden_size if draft else target.hidden_size
     ):

@@ -52,6 +52,13 @@ HOOKS: tuple[Hook, ...] = (
         "a row as long as get_alloc_reserve_per_decode() asks for, at every page size",
     ),
     Hook(
+        "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state._resolve_eagle_aux_hidden_state",
+        "tetris_sglang.runtime.drafts.hooks.choose_block_layers",
+        "AFTER",
+        "the target's layers whose states a DFlash draft reads",
+        "layers named by the registered algorithm",
+    ),
+    Hook(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
         "tetris_sglang.runtime.cuda.hooks.make_capture_input",
         "AROUND",
@@ -335,6 +342,43 @@ SYMBOLS: tuple[Symbol, ...] = (
         ),
         "what SGLang asks of a speculative worker",
     ),
+    # -- DFlash drafts
+    Symbol(
+        _SPEC + "dflash_info.DFlashVerifyInput",
+        ("draft_token", "positions", "draft_token_num", "capture_hidden_mode"),
+        "a block's pass",
+    ),
+    Symbol(_SPEC + "dflash_utils.parse_dflash_draft_config", ("draft_hf_config",), "what a DFlash draft's config says"),
+    Symbol(
+        _SPEC + "dflash_utils.DFlashDraftConfig",
+        (
+            "block_size",
+            "conv_kernel_size",
+            "mask_token_id",
+            "projector_type",
+            "resolve_block_size",
+            "resolve_target_layer_ids",
+            "selector_rank",
+        ),
+        "what a DFlash draft's config says",
+    ),
+    Symbol(
+        _SRT + "models.dflash.DFlashDraftModel",
+        ("forward", "layers", "prepare_context_hidden_for_kv", "project_target_hidden"),
+        "the draft",
+    ),
+    Symbol(
+        _SRT + "models.dflash.DFlashAttention",
+        ("apply_k_norm", "apply_k_rope", "attn", "head_dim", "kv_proj_only", "num_kv_heads"),
+        "its keys and values of what the target has read",
+    ),
+    Symbol(_SRT + "layers.logits_processor.LogitsProcessor", ("_compute_lm_head",), "the target's output layer"),
+    Symbol(_SRT + "distributed.communication_op.tensor_model_parallel_all_gather", ("dim",), "parts of a vocabulary"),
+    Symbol(
+        _FORWARD + "model_runner_components.spec_aux_hidden_state.SpecAuxHiddenStateConfig",
+        ("draft_model_config", "eagle_aux_hidden_state_layer_ids"),
+        "the layers whose states it reads",
+    ),
     Symbol(
         _SPEC + "standalone_worker_v2.StandaloneDraftWorker",
         (
@@ -540,11 +584,12 @@ _SCHEDULER = "sglang.srt.managers.scheduler_components."
 _GRAPH_RUNNER = "sglang.srt.model_executor.runner."
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager."
 _POOLS = "sglang.srt.mem_cache."
+_MODEL_RUNNER = "sglang.srt.model_executor.model_runner_components."
 
 
 def _belongs_here(hook: Hook) -> bool:
     """Whether this process may call the hooked function; hooking it elsewhere would import half of SGLang."""
-    if hook.target.startswith((_SCHEDULER, _POOLS)):
+    if hook.target.startswith((_SCHEDULER, _POOLS, _MODEL_RUNNER)):
         return "sglang.srt.managers.scheduler" in sys.modules
     if hook.target.startswith(_GRAPH_RUNNER):
         return "sglang.srt.managers.scheduler" in sys.modules and torch.cuda.is_available()

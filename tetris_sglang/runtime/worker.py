@@ -25,12 +25,15 @@ from tetris_sglang.estimates.estimator import AcceptanceEstimator
 from tetris_sglang.observers import Observer
 from tetris_sglang.runtime.acceptance_rules import Acceptance, CoupledAcceptance, DrawnAcceptance
 from tetris_sglang.runtime.drafts.base import Draft
-from tetris_sglang.runtime.drafts.kind import HEADS, NGRAM, STANDALONE, current_kind
+from tetris_sglang.runtime.drafts.dflash import BlockKV, BlockPasses
+from tetris_sglang.runtime.drafts.kind import DFLASH, HEADS, NGRAM, STANDALONE, current_kind
+from tetris_sglang.runtime.drafts.kv import ModelKV
 from tetris_sglang.runtime.drafts.model import ModelDraft
 from tetris_sglang.runtime.drafts.ngram import NgramDraft
+from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.spec import DraftSpec
 from tetris_sglang.runtime.drafts.tokenizers import find_vocabulary
-from tetris_sglang.runtime.drafts.workers import HeadWorker, StandaloneModelWorker
+from tetris_sglang.runtime.drafts.workers import BlockWorker, HeadWorker, StandaloneModelWorker
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.kv_moves import check_kv_pool
 from tetris_sglang.runtime.logits import count_written
@@ -73,7 +76,7 @@ class TetrisWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self._draft_worker = None
         if self._kind != NGRAM:
-            worker_class = HeadWorker if self._kind in HEADS else StandaloneModelWorker
+            worker_class = {STANDALONE: StandaloneModelWorker, DFLASH: BlockWorker}.get(self._kind, HeadWorker)
             self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
         self._vocabulary = self._find_vocabulary() if self._kind == STANDALONE else None
         logger.info("TETRIS: %s draft, %s", self._kind, self.config)
@@ -140,17 +143,16 @@ class TetrisWorker(BaseSpecWorker):
         estimate = self._estimator or trust
         if self._kind == NGRAM:
             return NgramDraft(spec.num_steps, self._texts, estimate)
-        return ModelDraft(
-            self._draft_worker,
-            self._target_worker.model_runner,
-            spec,
-            estimate=estimate,
-            perturb=self._operations.perturb,
-            # What a drawn token has in common with a match must not reach selection.
-            texts=self._texts if self.config.calibration and not self.config.draws_drafts else None,
-            acceptance=self._acceptance,
-            vocabulary=self._vocabulary,
-        )
+        target, perturb = self._target_worker.model_runner, self._operations.perturb
+        # What a drawn token has in common with a match must not reach selection.
+        texts = self._texts if self.config.calibration and not self.config.draws_drafts else None
+        passes: DraftPasses
+        if self._kind == DFLASH:
+            passes = BlockPasses(self._draft_worker, target, spec, estimate, perturb, texts)
+            return ModelDraft(passes, BlockKV(passes), target, self._acceptance)
+        vocab_size = target.model_config.vocab_size
+        passes = DraftPasses(self._draft_worker, spec, estimate, perturb, texts, vocab_size, self._vocabulary)
+        return ModelDraft(passes, ModelKV(passes), target, self._acceptance)
 
     def _make_recorder(self, num_slots: int) -> StepRecorder | None:
         if self.config.record is None or not self._ranks.is_first:

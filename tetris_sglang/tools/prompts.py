@@ -26,20 +26,13 @@ class Prompt(NamedTuple):
     id: str
     kind: str
     text: str
-    answer: str
-    """The data set's own answer; its length says how much a user was given. Empty where there is none."""
 
 
 def read_human_eval(cache: Path | None = None) -> list[Prompt]:
-    """All 164 problems, as a chat: the head of a function to complete, and its reference solution."""
+    """All 164 problems, as a chat: the head of a function to complete."""
     lines = gzip.decompress(fetch(HUMAN_EVAL, cache).read_bytes()).decode().splitlines()
     return [
-        Prompt(
-            problem["task_id"],
-            "humaneval",
-            f"Complete this Python function:\n\n{problem['prompt'].strip()}",
-            problem["canonical_solution"],
-        )
+        Prompt(problem["task_id"], "humaneval", f"Complete this Python function:\n\n{problem['prompt'].strip()}")
         for problem in map(json.loads, lines)
     ]
 
@@ -57,9 +50,9 @@ def read_sharegpt(split: str, cache: Path | None = None) -> list[Prompt]:
         turns = conversation.get("conversations") or []
         if len(turns) < 2 or [t.get("from") for t in turns[:2]] != ["human", "gpt"]:
             continue
-        name, question, answer = conversation["id"], turns[0]["value"].strip(), turns[1]["value"].strip()
-        if question and answer:
-            prompts.setdefault(question, Prompt(name, "sharegpt", question, answer))
+        question = turns[0]["value"].strip()
+        if question and turns[1]["value"].strip():
+            prompts.setdefault(question, Prompt(conversation["id"], "sharegpt", question))
     return [p for p in prompts.values() if hashlib.sha1(p.id.encode()).hexdigest()[0] in SPLITS[split]]
 
 
@@ -79,7 +72,7 @@ def _read_objects(text: str) -> Iterator[dict]:
 def read_questions(path: Path = QUESTIONS) -> list[Prompt]:
     """The project's own questions, of unlike kinds."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [Prompt(q["id"], q["kind"], q["text"], "") for q in map(json.loads, lines)]
+    return [Prompt(q["id"], q["kind"], q["text"]) for q in map(json.loads, lines)]
 
 
 def render_chats(model: Path | str, texts: Iterable[str]) -> list[str]:

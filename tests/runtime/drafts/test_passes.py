@@ -39,7 +39,9 @@ def test_selection_knows_nothing_of_what_was_drawn(hot_token_id):
     scales = torch.tensor([1.0, 0.7, 1.0, 2.0, 0.0])
     passes, drawn = make_passes(hot_token_id=hot_token_id), []
     for seed in range(40):
-        tokens, probs, law = passes._choose(logits, RequestNoise(torch.arange(rows) + 100 * seed, scales), torch.arange(rows))
+        tokens, probs, law = passes._choose(
+            logits, RequestNoise(torch.arange(rows) + 100 * seed, scales), torch.arange(rows), 2
+        )
         drawn.append(tokens)
         expected = torch.softmax(logits / torch.where(scales == 0, 1.0, scales)[:, None], dim=1).topk(2, dim=1).values
         torch.testing.assert_close(probs, expected)
@@ -51,7 +53,7 @@ def test_selection_knows_nothing_of_what_was_drawn(hot_token_id):
     torch.testing.assert_close(law.sum(dim=1), torch.ones(rows))
     # And with the noise that the target draws with, the scores say how far ahead of the others a token is.
     scores = [
-        make_passes(draws=False)._choose(logits, RequestNoise(torch.arange(rows) + seed, scales), torch.arange(rows))[1]
+        make_passes(draws=False)._choose(logits, RequestNoise(torch.arange(rows) + seed, scales), torch.arange(rows), 2)[1]
         for seed in (0, 1)
     ]
     assert hot_token_id is not None or not torch.equal(*scores)

@@ -18,7 +18,7 @@ def make_settings(**options):
 
 
 def make_prompts(kind, count=100):
-    return [Prompt(f"{kind}/{i}", kind, f"{kind} {i}: why is it so, and since when?", "") for i in range(count)]
+    return [Prompt(f"{kind}/{i}", kind, f"{kind} {i}: why is it so, and since when?") for i in range(count)]
 
 
 def fake_prompts(monkeypatch, too_long=()):

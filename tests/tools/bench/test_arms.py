@@ -230,8 +230,8 @@ def test_every_repeat_takes_other_prompts():
 
 
 def test_prompts_are_shuffled_and_long_ones_left_out(monkeypatch):
-    too_long = Prompt("long", "sharegpt", "x" * (MAX_CHARS + 1), "")
-    just_right = Prompt("right", "sharegpt", "x" * MAX_CHARS, "")
+    too_long = Prompt("long", "sharegpt", "x" * (MAX_CHARS + 1))
+    just_right = Prompt("right", "sharegpt", "x" * MAX_CHARS)
     fake_prompts(monkeypatch, (too_long, just_right))
     orders = [find_workload(make_settings(seed=seed)).prompts for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]

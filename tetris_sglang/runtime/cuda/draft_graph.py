@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
 from sglang.srt.speculative.eagle_info import EagleDraftInput
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tetris_sglang.acceptance import RequestNoise
 from tetris_sglang.drafting import Proposal, TreeShape
+from tetris_sglang.runtime.drafts.dflash import BlockPasses, make_block_input
 from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.windows import Window, make_window_input
 
@@ -35,7 +36,7 @@ def capture_drafts(passes: DraftPasses) -> DraftGraphs | None:
         return None
     worker = passes.worker
     started_at, before = time.perf_counter(), get_available_gpu_memory(worker.device, worker.gpu_id)
-    graphs = DraftGraphs(passes)
+    graphs = BlockGraphs(passes) if isinstance(passes, BlockPasses) else DraftGraphs(passes)
     after = get_available_gpu_memory(worker.device, worker.gpu_id)
     logger.info(
         "TETRIS: captured drafts of %s batch sizes to the depths %s in %.1f s, %.2f GiB",
@@ -61,12 +62,12 @@ def captured_depths(num_steps: int) -> list[int]:
 class DraftGraphs(EAGLEDraftCudaGraphRunner):
     """Upstream's capture loop, buffers and backend around `DraftPasses.run`."""
 
-    def __init__(self, passes: DraftPasses) -> None:
+    def __init__(self, passes: DraftPasses, depths: Sequence[int] | None = None) -> None:
         self._passes, self._spec = passes, passes.spec
         self._width = passes.spec.window_width
-        self.depths = captured_depths(passes.spec.num_steps)
+        self.depths = depths or captured_depths(passes.spec.num_steps)
         self._batches: dict[int, tuple[ForwardBatch, ForwardBatch]] = {}
-        """The captured batches by size: the window's pass and the others. They view the static buffers."""
+        """The captured batches by size: the window's pass and the others (of a block: itself). They view the static buffers."""
         self._parts: tuple[str, ...] = ()
         """Of a proposal, in the order of a graph's outputs."""
         super().__init__(passes.worker)
@@ -127,12 +128,14 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             match = self._passes.find_match(rows, depth)
             # Each pass replaces the states that the others read.
             first.spec_info.hidden_states = None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
-            proposal = self._passes.run(first, rest, window, places, noise, match, depth, self._forward)
-            parts = {name: part for name, part in proposal._asdict().items() if part is not None and name != "shape"}
-            self._parts = tuple(parts)
-            return (*parts.values(), *(proposal.shape or ()))
+            return self._unpack(self._passes.run(first, rest, window, places, noise, match, depth, self._forward))
 
         return run_once
+
+    def _unpack(self, proposal: Proposal) -> tuple[Tensor, ...]:
+        parts = {name: part for name, part in proposal._asdict().items() if part is not None and name != "shape"}
+        self._parts = tuple(parts)
+        return (*parts.values(), *(proposal.shape or ()))
 
     def _forward(self, forward_batch: ForwardBatch, backend):
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
@@ -253,3 +256,55 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         self._scales[start:size] = 0
         if self._hidden_states is not None:
             self._hidden_states[start:size] = 0
+
+
+class BlockGraphs(DraftGraphs):
+    """A DFlash draft's block, of one depth: its keys and values, its pass and what is made of it."""
+
+    _passes: BlockPasses
+
+    def __init__(self, passes: BlockPasses) -> None:
+        super().__init__(passes, passes.depths)
+
+    def _make_batches(self, size: int) -> tuple[ForwardBatch, ForwardBatch]:
+        buffers, device, rows = self.buffers, self.device, self._width * size
+        block = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=size,
+            input_ids=torch.zeros(rows, dtype=torch.int64, device=device),
+            req_pool_indices=buffers.req_pool_indices[:size],
+            seq_lens=buffers.seq_lens[:size],
+            seq_lens_cpu=self._draft_lens_cpu[:size],
+            seq_lens_sum=int(self._draft_lens_cpu[:size].sum()),
+            out_cache_loc=torch.zeros(rows, dtype=torch.int64, device=device),
+            positions=torch.zeros(rows, dtype=torch.int64, device=device),
+            return_logprob=False,
+            spec_algorithm=self.model_runner.spec_algorithm,
+            spec_info=make_block_input(torch.zeros((size, self._width), dtype=torch.int64, device=device)),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        self.model_runner.kv_index_translator.bind_runner_slots(block)
+        return block, block
+
+    def _plan(self, first: ForwardBatch, rest: ForwardBatch | None, in_capture: bool = False) -> None:
+        if not in_capture and first.seq_lens_cpu is not None:
+            # Where there are no masks SGLang plans this pass from the host's lengths, which count the block.
+            first.seq_lens_cpu = first.seq_lens_cpu + self._width
+        super()._plan(first, None, in_capture)
+
+    def _make_run(self, size: int, depth: int, first: ForwardBatch, rest: ForwardBatch) -> Callable[[], tuple[Tensor, ...]]:
+        def run_once() -> Proposal:
+            window, rows = self._window(size), self.buffers.req_pool_indices[:size]
+            noise = RequestNoise(self._seeds[:size], self._scales[:size])
+            places = self._passes.locate(window, self.buffers.seq_lens[:size], rows, depth)
+            return self._passes.run_block(
+                first, window, places, noise, self._passes.find_match(rows, depth), self._forward_block
+            )
+
+        return lambda: self._unpack(run_once())
+
+    def _forward_block(self, block: ForwardBatch, embeds: Tensor) -> Tensor:
+        backend = self._window_backend
+        with forward_context(ForwardContext(attn_backend=backend), forward_batch=block):
+            backend.init_forward_metadata_in_graph(block)
+        return self._passes.forward_block(block, embeds)

@@ -21,7 +21,7 @@ class Draft(Protocol):
 
     @property
     def depths(self) -> Sequence[int]:
-        """Passes with which it can draft, ascending, 1 and num_steps among them."""
+        """To which it can draft, ascending, num_steps among them."""
 
     def count_nodes(self, depth: int) -> int:
         """Tokens that a request drafts with `depth` passes."""

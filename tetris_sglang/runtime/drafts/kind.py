@@ -1,4 +1,4 @@
-"""What drafts: a standalone model, a head on the target's states, or n-grams. Found out once, at start-up."""
+"""What drafts: a standalone model, one that reads the target's states, or n-grams. Found out once, at start-up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tetris_sglang.config import DRAFT_KINDS
 VARIABLE = "SGLANG_TETRIS_DRAFT_KIND"
 """Where the answer stands for every process of the server."""
 
-STANDALONE, EAGLE, EAGLE3, MTP, NGRAM = DRAFT_KINDS
-HEADS = (EAGLE, EAGLE3, MTP)
+STANDALONE, EAGLE, EAGLE3, MTP, DFLASH, NGRAM = DRAFT_KINDS
+HEADS = (EAGLE, EAGLE3, MTP, DFLASH)
 """Those that read the target's hidden states."""
 
 
@@ -48,7 +48,14 @@ def find_kind(chosen: str, target: Any, draft_path: str | None, draft: Any | Non
 
 def _kind_of(draft: Any) -> str:
     name = _architecture(draft)
+    if is_block(draft):
+        return DFLASH
     return EAGLE3 if "eagle3" in name else EAGLE if "eagle" in name else STANDALONE
+
+
+def is_block(draft: Any) -> bool:
+    """Whether a draft with this config drafts a block in one pass."""
+    return "dflash" in _architecture(draft)
 
 
 def _architecture(config: Any) -> str:

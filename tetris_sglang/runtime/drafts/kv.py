@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 
 import torch
+from sglang.srt.speculative.eagle_utils import get_draft_input_from_target_hidden_dim
 from torch import Tensor
 
 from tetris_sglang.runtime.drafts.catch_up import MissedTokens
@@ -17,18 +19,16 @@ _CATCH_UP_ROWS = 4096
 """Rows of one pass that catches up."""
 
 
-class DraftKV:
-    """Keeps the draft's KV complete: what steps without it emit waits until it drafts again.
+class DraftKV(ABC):
+    """Keeps the draft's KV complete: what steps without it emit waits until it drafts again."""
 
-    Args:
-        state_size: values of the target's state that the draft reads with a token; None: it reads none.
-    """
-
-    def __init__(self, passes: DraftPasses, state_size: int | None) -> None:
+    def __init__(self, passes: DraftPasses) -> None:
         self._passes, self._spec = passes, passes.spec
-        self._kv_only = KVOnlyPasses(passes.runner)
-        table = passes.runner.req_to_token_pool.req_to_token
-        self.missed = MissedTokens(table.shape[0], (state_size or 0) * passes.runner.model_config.dtype.itemsize)
+        runner = passes.runner
+        self.state_size = get_draft_input_from_target_hidden_dim(runner) if self._spec.reads_hidden_states else None
+        """Values of the target's state that the draft reads with a token; None: it reads none."""
+        self._table = runner.req_to_token_pool.req_to_token
+        self.missed = MissedTokens(len(self._table), (self.state_size or 0) * runner.model_config.dtype.itemsize)
 
     def catch_up(self, batch, window: Window) -> Window:
         """The window of the texts' last tokens; writes the draft's KV of those before it.
@@ -47,12 +47,27 @@ class DraftKV:
         self._write(batch, left, batch.seq_lens + change, ends_cpu)
         return window
 
+    @abstractmethod
     def prefill(self, batch, forward_batch) -> None:
         """Write the draft's KV of an extend batch.
 
         Args:
             batch: the ScheduleBatch. forward_batch: the draft's.
         """
+
+    @abstractmethod
+    def _write(self, batch, missed: Window, ends: Tensor, ends_cpu: Tensor | None) -> None:
+        """Write the draft's KV of the last tokens before `ends` [batch], the columns of `missed`; changes `batch`."""
+
+
+class ModelKV(DraftKV):
+    """The draft's own layers make it, of tokens and of what else it reads."""
+
+    def __init__(self, passes: DraftPasses) -> None:
+        super().__init__(passes)
+        self._kv_only = KVOnlyPasses(passes.runner)
+
+    def prefill(self, batch, forward_batch) -> None:
         self._redraft_prefixes(batch)
         forward_batch.input_ids = self._passes.read(forward_batch.input_ids)
         self._kv_only.prefill(forward_batch)
@@ -86,9 +101,8 @@ class DraftKV:
         self._write(batch, missed, send(ends_cpu, device), ends_cpu)
 
     def _write(self, batch, missed: Window, ends: Tensor, ends_cpu: Tensor | None) -> None:
-        """Write the draft's KV of the last tokens before `ends` [batch], the columns of `missed`; changes `batch`."""
         batch_size, num_missed = missed.tokens.shape
-        table, rows = self._passes.runner.req_to_token_pool.req_to_token, batch.req_pool_indices[:, None]
+        table, rows = self._table, batch.req_pool_indices[:, None]
         # A request that does not reach back so far begins at its first token, and ends before the others' last columns.
         starts = (ends - num_missed).clamp(min=0)
         starts_cpu = None if ends_cpu is None else (ends_cpu - num_missed).clamp(min=0)

@@ -1,4 +1,5 @@
-"""Drafting with a model: a standalone one, or a head (EAGLE, EAGLE3, multi-token prediction) that reads the target's states.
+"""Drafting with a model: a standalone one, or one that reads the target's states (EAGLE, EAGLE3, multi-token prediction,
+DFlash).
 
 Each step's first pass takes a window of tokens per request: those whose draft KV is missing, the bonus token last. Further
 passes take one token per request. Differs from upstream (sglang/srt/speculative/eagle_worker_v2.py) in this:
@@ -14,83 +15,63 @@ passes take one token per request. Differs from upstream (sglang/srt/speculative
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput
-from sglang.srt.speculative.eagle_utils import (
-    _eagle_prefill_tail_tokens,
-    get_draft_input_from_target_hidden_dim,
-)
+from sglang.srt.speculative.eagle_utils import _eagle_prefill_tail_tokens
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
 from tetris_sglang.drafting import Proposal
-from tetris_sglang.drafting.vocabulary import VocabularyMap
 from tetris_sglang.observers import StepRecord
 from tetris_sglang.runtime.acceptance_rules import Acceptance
 from tetris_sglang.runtime.drafts.kv import DraftKV
 from tetris_sglang.runtime.drafts.passes import DraftPasses
-from tetris_sglang.runtime.drafts.spec import DraftSpec
 from tetris_sglang.runtime.drafts.windows import (
     Window,
     align_right,
     make_draft_input,
-    narrow_window,
     read_window,
     replace_bonus,
 )
 from tetris_sglang.runtime.host_copy import send
-from tetris_sglang.runtime.request_texts import RequestTexts
-from tetris_sglang.texts import Calibrate
 
 
 class ModelDraft:
     """A `Draft` with a model.
 
     Args:
-        worker: SGLang's draft worker, its pools allocated.
+        passes: of the draft. kv: what they read, complete; see `DraftKV`.
         target_runner: the target's ModelRunner.
-        estimate: what the draft's probabilities are worth.
-        perturb: as acceptance.noise.perturb, for the device.
-        texts: where matches are looked up; None: drafts are scored without.
         acceptance: says what is drawn with.
-        vocabulary: the draft's own, where it is not the target's.
     """
 
     def __init__(
         self,
-        worker,
+        passes: DraftPasses,
+        kv: DraftKV,
         target_runner,
-        spec: DraftSpec,
-        *,
-        estimate: Calibrate,
-        perturb: Callable[..., Tensor],
-        texts: RequestTexts | None,
         acceptance: Acceptance,
-        vocabulary: VocabularyMap | None = None,
     ) -> None:
-        self.spec, self.runner = spec, worker.draft_runner
-        self.target_hidden_mode = spec.target_hidden_mode
-        state_size = get_draft_input_from_target_hidden_dim(self.runner) if spec.reads_hidden_states else None
-        self._target_runner, self._parallel_layout = target_runner, worker.parallel_layout
-        self._texts, self._acceptance = texts, acceptance
-        vocab_size = target_runner.model_config.vocab_size
-        self._passes = DraftPasses(worker, spec, estimate, perturb, texts, vocab_size, vocabulary)
-        self._kv = DraftKV(self._passes, state_size)
+        self.spec, self.runner = passes.spec, passes.runner
+        self.target_hidden_mode = self.spec.target_hidden_mode
+        self._target_runner, self._parallel_layout = target_runner, passes.worker.parallel_layout
+        self._acceptance, self._passes, self._kv = acceptance, passes, kv
         self._states: Tensor | None = None
         """[slots, window_width, state_size], the target's states of the windows of the requests in these slots."""
-        if state_size is not None:
+        if kv.state_size is not None:
             table, dtype = self.runner.req_to_token_pool.req_to_token, self.runner.model_config.dtype
-            self._states = torch.zeros((len(table), spec.window_width, state_size), dtype=dtype, device=table.device)
+            size = len(table), self.spec.window_width, kv.state_size
+            self._states = torch.zeros(size, dtype=dtype, device=table.device)
         self._graphs = None
 
     @property
     def depths(self) -> Sequence[int]:
         """See `Draft`."""
-        return range(1, self.spec.num_steps + 1) if self._graphs is None else self._graphs.depths
+        return self._passes.depths if self._graphs is None else self._graphs.depths
 
     def count_nodes(self, depth: int) -> int:
         """See `Draft`."""
@@ -208,26 +189,14 @@ class ModelDraft:
 
     def propose(self, batch, depth: int) -> Proposal:
         """See `Draft`."""
-        if self._texts is not None:
-            self._texts.flush()
+        if self._passes.texts is not None:
+            self._passes.texts.flush()
         with self._context():
             return self._run_passes(batch, depth)
 
     def _run_passes(self, batch, depth: int) -> Proposal:
-        spec, passes = self.spec, self._passes
         window = self._kv.catch_up(batch, self._read_window(batch, batch.spec_info))
         noise = self._acceptance.draft_noise(batch)
         if self._graphs is not None and self._graphs.can_run(len(batch.reqs)):
             return self._graphs.replay(window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth)
-        if spec.keeps_kv:
-            window = window._replace(counts=None)
-        elif self.runner.device == "cpu":
-            window = narrow_window(window)
-        places = passes.locate(window, batch.seq_lens, batch.req_pool_indices, depth)
-        extra = 1 - spec.shift
-        ends = batch.seq_lens + extra
-        ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
-        first = passes.plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
-        rest = passes.plan_rest(batch, places, ends, ends_cpu) if depth > 1 else None
-        match = passes.find_match(batch.req_pool_indices, depth)
-        return passes.run(first, rest, window, places, noise, match, depth, passes.forward)
+        return self._passes.propose(batch, window, noise, depth)

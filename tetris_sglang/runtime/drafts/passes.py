@@ -16,7 +16,7 @@ from tetris_sglang.acceptance import RequestNoise
 from tetris_sglang.drafting import ChainGrower, CombGrower, Grower, Proposal
 from tetris_sglang.drafting.vocabulary import VocabularyMap
 from tetris_sglang.runtime.drafts.spec import DraftSpec
-from tetris_sglang.runtime.drafts.windows import Window, make_window_input
+from tetris_sglang.runtime.drafts.windows import Window, make_window_input, narrow_window
 from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.texts import Calibrate, Match
 
@@ -59,6 +59,31 @@ class DraftPasses:
         self.runner = worker.draft_runner
         self._estimate, self._perturb = estimate, perturb
         self._vocab_size, self._vocabulary = vocab_size, vocabulary
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """See `Draft`."""
+        return range(1, self.spec.num_steps + 1)
+
+    def propose(self, batch, window: Window, noise: RequestNoise | None, depth: int) -> Proposal:
+        """Plan and run a step's passes.
+
+        Args:
+            batch, depth: as in `Draft.propose`. window: complete but for what these passes write.
+            noise: as in `run`.
+        """
+        if self.spec.keeps_kv:
+            window = window._replace(counts=None)
+        elif self.runner.device == "cpu":
+            window = narrow_window(window)
+        places = self.locate(window, batch.seq_lens, batch.req_pool_indices, depth)
+        extra = 1 - self.spec.shift
+        ends = batch.seq_lens + extra
+        ends_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
+        first = self.plan_window(batch, window, places.window_positions, places.window_slots, ends, ends_cpu)
+        rest = self.plan_rest(batch, places, ends, ends_cpu) if depth > 1 else None
+        match = self.find_match(batch.req_pool_indices, depth)
+        return self.run(first, rest, window, places, noise, match, depth, self.forward)
 
     def read(self, tokens: Tensor) -> Tensor:
         """The target's `tokens` as the draft reads them."""
@@ -107,9 +132,10 @@ class DraftPasses:
         output = forward(first, self.runner.attn_backend)
         # Drawn with after the token before.
         positions = places.next_positions + (self.spec.shift - 1)
-        tokens, probs, law = self._choose(output.next_token_logits, noise, positions)
+        num_children = self.spec.num_children
+        tokens, probs, law = self._choose(output.next_token_logits, noise, positions, num_children)
         laws = [law]
-        grower: Grower = (ChainGrower if self.spec.num_children == 1 else CombGrower)(tokens, probs, self._estimate, match)
+        grower: Grower = (ChainGrower if num_children == 1 else CombGrower)(tokens, probs, self._estimate, match)
         step_slots = places.next_slots.T.contiguous()
         backends: Sequence = self.worker.draft_attn_backend.attn_backends if depth > 1 else ()
         for step, backend in zip(range(depth - 1), backends, strict=False):
@@ -120,14 +146,16 @@ class DraftPasses:
                 rest.spec_info.hidden_states = output.hidden_states
             output = forward(rest, backend)
             positions = positions + 1
-            tokens, probs, law = self._choose(output.next_token_logits, noise, positions)
+            tokens, probs, law = self._choose(output.next_token_logits, noise, positions, num_children)
             laws.append(law)
             grower.grow(tokens, probs)
         proposal = grower.finish(self.spec.count_nodes(depth))
         return proposal if law is None else proposal._replace(draft_probs=torch.stack(laws, dim=1))
 
-    def _choose(self, logits: Tensor, noise: RequestNoise | None, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The `num_children` tokens to offer in each row, in the target's vocabulary, and how likely they are.
+    def _choose(
+        self, logits: Tensor, noise: RequestNoise | None, positions: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The `count` tokens to offer in each row, in the target's vocabulary, and how likely they are.
 
         Of drawn drafts selection may know nothing that depends on what was drawn (acceptance/recursive.py): the
         probabilities are then the law's largest ones, whichever tokens were drawn.
@@ -141,14 +169,14 @@ class DraftPasses:
         if self._vocabulary is not None:
             token_ids, logits = self._vocabulary.target_tokens, logits.index_select(1, self._vocabulary.draft_tokens)
         if noise is None:
-            tokens, probs = most_likely(logits, self.spec.num_children)
+            tokens, probs = most_likely(logits, count)
         elif not self.spec.draws:
-            tokens, probs = most_likely(self._perturb(logits, noise, positions, token_ids), self.spec.num_children)
+            tokens, probs = most_likely(self._perturb(logits, noise, positions, token_ids), count)
         else:
-            tokens = self._perturb(logits, noise, positions, token_ids).topk(self.spec.num_children, dim=-1).indices
+            tokens = self._perturb(logits, noise, positions, token_ids).topk(count, dim=-1).indices
             law = self._law(logits, noise)
-            greedy = most_likely(logits, self.spec.num_children)[1]
-            probs = torch.where(noise.scales[:, None] == 0, greedy, law.topk(self.spec.num_children, dim=-1).values)
+            greedy = most_likely(logits, count)[1]
+            probs = torch.where(noise.scales[:, None] == 0, greedy, law.topk(count, dim=-1).values)
             if token_ids is not None:
                 law = law.new_zeros(len(law), self._vocab_size).index_copy_(1, token_ids, law)
         return tokens if token_ids is None else token_ids[tokens], probs, law

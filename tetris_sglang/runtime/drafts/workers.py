@@ -30,3 +30,20 @@ class StandaloneModelWorker(_BareWorker, StandaloneDraftWorker):
 
 class HeadWorker(_BareWorker, EagleDraftWorker):
     """EAGLE, EAGLE3 and multi-token prediction: embedding (and output layer) of the target, and its hidden states."""
+
+
+class BlockWorker(_BareWorker, EagleDraftWorker):
+    """DFlash. To SGLang an EAGLE3 head: it reads the states of several layers."""
+
+    def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        # Where SGLang looks up how many.
+        layer_ids = target_worker.model_runner.spec_aux_config.eagle_aux_hidden_state_layer_ids
+        config = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layer_ids}
+        self.draft_runner.model_config.hf_config.eagle_config = config
+
+    def init_token_map(self) -> None:
+        self.hot_token_id = None
+
+    def init_lm_head(self) -> None:
+        """Embedding and output layer stay the target's (runtime/drafts/dflash.py)."""

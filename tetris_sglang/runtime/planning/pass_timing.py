@@ -107,9 +107,10 @@ def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int, r
     max_batch_size = runner.req_to_token_pool.size
     context = _short_context(runner)
     long_context = min(_LONG_CONTEXT_TOKENS, runner.model_config.context_len // 2)
-    further = 0
+    shortest = further = 0
     if draft is not None:
-        further = next((depth for depth in draft.depths if depth >= _DRAFT_DEPTH), draft.depths[-1]) - 1
+        shortest = draft.depths[0]
+        further = next((depth for depth in draft.depths if depth >= _DRAFT_DEPTH), draft.depths[-1]) - shortest
 
     def target_pass(rows: int, context_tokens: int) -> Callable[[], None]:
         return _target_pass(target_worker, draft, rows, num_draft_tokens, context_tokens)
@@ -118,9 +119,9 @@ def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int, r
     for rows in _powers_of_two(min(max_rows, runner.max_total_num_tokens)):
         passes["target", rows] = target_pass(rows, context)
     for batch_size in [] if draft is None else _powers_of_two(max_batch_size):
-        passes["window", batch_size] = _drafting(draft, batch_size, 1, context)
+        passes["window", batch_size] = _drafting(draft, batch_size, shortest, context)
         if further:
-            passes["draft", batch_size] = _drafting(draft, batch_size, 1 + further, context)
+            passes["draft", batch_size] = _drafting(draft, batch_size, shortest + further, context)
     rows_of_context = min(16, max_rows)
     passes["context", rows_of_context] = target_pass(rows_of_context, long_context)
 
