@@ -162,8 +162,14 @@ def _count_chains(tokens: Tensor, steps: int) -> int:
     return chains
 
 
+def _join_layers(states: TargetStates, layer_ids: Sequence[int]) -> Tensor:
+    """[batch, length, layers * hidden], the outputs of these layers, side by side."""
+    # The output of layer i is the input of layer i + 1. SGLang collects them in the order of the layers.
+    return torch.cat([states.layer_inputs[i + 1] for i in sorted(layer_ids)], dim=-1)
+
+
 class Head(nn.Module):
-    """What the three have in common.
+    """What all have in common.
 
     Args:
         config: the head's config.json.
@@ -295,8 +301,7 @@ class Eagle3Head(Head):
         return self.d2t + torch.arange(len(self.d2t))
 
     def features(self, states: TargetStates) -> Tensor:
-        # The output of layer i is the input of layer i + 1. SGLang collects them in the order of the layers.
-        return torch.cat([states.layer_inputs[i + 1] for i in sorted(self.layer_ids)], dim=-1)
+        return _join_layers(states, self.layer_ids)
 
     def project(self, features):
         return self.fc(features)
@@ -361,7 +366,7 @@ class DFlashHead(Head):
         return self.vocabulary
 
     def features(self, states: TargetStates) -> Tensor:
-        return torch.cat([states.layer_inputs[i + 1] for i in sorted(self.layer_ids)], dim=-1)
+        return _join_layers(states, self.layer_ids)
 
     def read_logits(self, x: Tensor) -> Tensor:
         return F.linear(x, self.target_head if self.vocabulary is None else self.target_head[self.vocabulary])
