@@ -1,4 +1,4 @@
-"""Draft heads that read a target's hidden states, in plain torch: EAGLE, EAGLE-3, MiMo's MTP layer and DFlash.
+"""Draft heads that read a target's hidden states, in plain torch: EAGLE, EAGLE-3, MiMo's MTP layer, DFlash and DFlare.
 
 Parameter names are those of the checkpoints that SGLang loads. At position p a head reads hidden state p of the
 target and token p + 1, and predicts token p + 2; while it drafts, its own hidden state stands in for the
@@ -11,6 +11,7 @@ target's:
 | mtp | after the target's last norm | input_proj(norm(hidden), norm(token)) | final_layernorm(output) | the target's |
 
 DFlash drafts all tokens at once, behind token p + 1: what it reads of the target's layers, through fc, are keys and values.
+DFlare has a mixture of these layers for each of its own instead of fc, and matrices of their own to these keys and values.
 
 Embedding and lm_head (eagle3: the embedding) are the target's and not part of a head.
 """
@@ -64,9 +65,14 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; the input may be wider than the output."""
+    """Grouped-query attention with rotary positions; the input may be wider than the output.
 
-    def __init__(self, config: dict, input_size: int, has_norms: bool = False):
+    Args:
+        has_norms: queries and keys have norms.
+        has_context: what the target has read has projections of its own.
+    """
+
+    def __init__(self, config: dict, input_size: int, has_norms: bool = False, has_context: bool = False):
         super().__init__()
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.head_dim = config["head_dim"]
@@ -78,18 +84,32 @@ class Attention(nn.Module):
         self.has_norms = has_norms
         if has_norms:
             self.q_norm, self.k_norm = (RmsNorm(self.head_dim, config["rms_norm_eps"]) for _ in range(2))
+        self.has_context = has_context
+        if has_context:
+            sizes = input_size, self.kv_heads * self.head_dim
+            self.k_proj_target, self.v_proj_target = (nn.Linear(*sizes, bias=False) for _ in range(2))
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns: queries, keys and values, each [batch, heads, length, head_dim]; one key head per query head."""
-        batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        q = self._split(self.q_proj(x))
         if self.has_norms:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+        return self._rotate(q, positions), *self._project_keys(self.k_proj(x), self.v_proj(x), positions)
+
+    def project_context(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of what the target has read, as `project`."""
+        k_proj, v_proj = (self.k_proj_target, self.v_proj_target) if self.has_context else (self.k_proj, self.v_proj)
+        return self._project_keys(k_proj(x), v_proj(x), positions)
+
+    def _project_keys(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = self._split(keys), self._split(values)
+        if self.has_norms:
+            k = self.k_norm(k)
         group = self.heads // self.kv_heads
-        q, k = self._rotate(q, positions), self._rotate(k, positions)
-        return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        return self._rotate(k, positions).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
@@ -136,9 +156,9 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """A decoder layer whose norms before the attention are the head's business."""
 
-    def __init__(self, config: dict, input_size: int, input_norms: tuple[str, ...], has_norms: bool = False):
+    def __init__(self, config: dict, input_size: int, input_norms: tuple[str, ...], **attention: bool):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config, input_size, has_norms), Mlp(config)
+        self.self_attn, self.mlp = Attention(config, input_size, **attention), Mlp(config)
         for name in (*input_norms, "post_attention_layernorm"):
             self.add_module(name, RmsNorm(config["hidden_size"], config["rms_norm_eps"]))
 
@@ -347,17 +367,17 @@ class MtpHead(Head):
 class DFlashHead(Head):
     """A block in one pass: its rows, the last known token's and a mask's for each draft, see all of each other."""
 
-    kind, architecture = "dflash", "DFlashDraftModel"
+    kind, architecture, has_context = "dflash", "DFlashDraftModel", False
 
     def __init__(self, config: dict, embedding: Tensor, lm_head: Tensor):
         super().__init__(config, embedding, lm_head)
-        hidden, eps = config["hidden_size"], config["rms_norm_eps"]
+        hidden, eps, num_layers = config["hidden_size"], config["rms_norm_eps"], config["num_hidden_layers"]
         self.layer_ids: list[int] = config["dflash_config"]["target_layer_ids"]
         self.mask_token: int = config["dflash_config"]["mask_token_id"]
-        self.fc = nn.Linear(len(self.layer_ids) * hidden, hidden, bias=False)
+        self._make_mixer(num_layers, len(self.layer_ids), hidden)
         self.hidden_norm, self.norm = RmsNorm(hidden, eps), RmsNorm(hidden, eps)
-        layers = [Layer(config, hidden, ("input_layernorm",), has_norms=True) for _ in range(config["num_hidden_layers"])]
-        self.layers = nn.ModuleList(layers)
+        norms = {"has_norms": True, "has_context": self.has_context}
+        self.layers = nn.ModuleList([Layer(config, hidden, ("input_layernorm",), **norms) for _ in range(num_layers)])
         self.vocabulary: Tensor | None = None
         """[tokens] int64, the target's ids that are learnt from and drafted from; None: all."""
 
@@ -368,23 +388,30 @@ class DFlashHead(Head):
     def features(self, states: TargetStates) -> Tensor:
         return _join_layers(states, self.layer_ids)
 
+    def _make_mixer(self, num_layers: int, num_read: int, hidden: int) -> None:
+        self.fc = nn.Linear(num_read * hidden, hidden, bias=False)
+
+    def mix(self, features: Tensor) -> list[Tensor]:
+        """What each layer reads of the target, before the norm, [batch, length, hidden]."""
+        return [self.fc(features).float()] * len(self.layers)
+
     def read_logits(self, x: Tensor) -> Tensor:
         return F.linear(x, self.target_head if self.vocabulary is None else self.target_head[self.vocabulary])
 
     def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Of a block behind every token but the first; see `Head.unroll`."""
         blocks, width = _count_chains(tokens, steps), steps + 1
-        context = self.hidden_norm(self.fc(features[:, :blocks]).float())
+        contexts = [self.hidden_norm(mixed) for mixed in self.mix(features[:, :blocks])]
         known = torch.arange(blocks)
         places = (known[:, None] + 1 + torch.arange(width)).flatten()
         read = torch.full((*tokens[:, 1 : 1 + blocks].shape, width), self.mask_token)
         read[:, :, 0] = tokens[:, 1 : 1 + blocks]
         x = F.embedding(read.flatten(1), self.embedding)
         unseen = torch.ones(blocks, blocks, dtype=torch.bool).triu(1).repeat_interleave(width, 0)
-        for layer in self.layers:
+        for layer, context in zip(self.layers, contexts, strict=True):
             attention = layer.self_attn
             q, *own = attention.project(layer.input_layernorm(x), places)
-            _, keys, values = attention.project(context, known)
+            keys, values = attention.project_context(context, known)
             q = q * attention.head_dim**-0.5
             own_keys, own_values = (part.unflatten(2, (blocks, width)) for part in own)
             # [batch, heads, blocks, width, ...]
@@ -397,7 +424,23 @@ class DFlashHead(Head):
             yield out, out
 
 
-HEADS: dict[str, type[Head]] = {head.kind: head for head in (EagleHead, Eagle3Head, MtpHead, DFlashHead)}
+class DFlareHead(DFlashHead):
+    """arXiv:2606.02091; names and initial mixtures are AngelSlim's (models/draft/qwen_dflare.py there)."""
+
+    kind, architecture, has_context = "dflare", "QwenDFlareDraftModel", True
+
+    def _make_mixer(self, num_layers: int, num_read: int, hidden: int) -> None:
+        nearest = torch.arange(num_layers) * num_read // num_layers
+        self.layer_fusion_weights = nn.Parameter(2.0 * F.one_hot(nearest, num_read).float())
+
+    def mix(self, features: Tensor) -> list[Tensor]:
+        states = features.unflatten(-1, (len(self.layer_ids), -1)).float()
+        return [torch.einsum("btlh,l->bth", states, shares) for shares in self.layer_fusion_weights.softmax(-1)]
+
+
+HEADS: dict[str, type[Head]] = {head.kind: head for head in (EagleHead, Eagle3Head, MtpHead, DFlashHead, DFlareHead)}
+BLOCKS = (DFlashHead.kind, DFlareHead.kind)
+"""Those that draft in one pass."""
 
 
 def make_head_config(config: LlamaConfig, architecture: str, intermediate: int) -> dict:

@@ -32,8 +32,8 @@ def render_heads(heads: dict, prompt_kinds: Sequence[str]) -> str:
     return f"""
 ## Draft heads
 
-Made by `scripts/train_heads.py` for this target: each is one layer (`dflash/`: two) that reads the target's hidden states, in
-the form that SGLang loads. Embedding and `lm_head` (`eagle3/`: the embedding) are the target's.
+Made by `scripts/train_heads.py` for this target: each is one layer (`dflash/`, `dflare/`: two) that reads the target's hidden
+states, in the form that SGLang loads. Embedding and `lm_head` (`eagle3/`: the embedding) are the target's.
 
 | | parameters | query / kv heads | intermediate | vocabulary |
 |---|---|---|---|---|
@@ -42,8 +42,8 @@ the form that SGLang loads. Embedding and `lm_head` (`eagle3/`: the embedding) a
 {notes}
 - `mtp/` holds the MTP layer alone: `scripts/mtp_checkpoint.py` joins target and layer to a complete
   MiMoForCausalLM, whose function is the target's. The layer takes the target's sizes there, without another effect.
-- `dflash/` drafts five tokens in one pass, from the outputs of the same layers as `eagle3/`. It was trained for a quarter of an
-  hour.
+- `dflash/` and `dflare/` draft five tokens in one pass, from the outputs of the same layers as `eagle3/`. They were trained for
+  a quarter of an hour and half of that.
 
 Trained on the same text as the draft: half cross-entropy to the target's distribution, half to its likeliest
 token, averaged over chains of the head's own hidden states; for `eagle/` also smooth L1 between its

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train draft heads for the tests' target: EAGLE, EAGLE-3, an MTP layer and DFlash, in the forms that SGLang loads.
+"""Train draft heads for the tests' target: EAGLE, EAGLE-3, an MTP layer, DFlash and DFlare, in the forms that SGLang loads.
 
     python scripts/train_heads.py train --work-dir pair-work
     python scripts/train_heads.py train --work-dir pair-work --kinds eagle3 --resume
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import train_pair
 import typer
 from draft_heads import (
+    BLOCKS,
     HEADS,
     Eagle3Head,
     Head,
@@ -83,6 +84,7 @@ PRESETS = {
             "eagle3": HeadSettings(2, 1, 192, (Round(420, 5), Round(400, 2), Round(260, 2), Round(220, 3))),
             "mtp": HeadSettings(4, 2, 512, (Round(200, 2), Round(120, 2))),
             "dflash": HeadSettings(4, 2, 128, (Round(320, 5),)),
+            "dflare": HeadSettings(4, 2, 128, (Round(160, 5),)),
         },
     ),
     "tiny": HeadsPreset(
@@ -92,6 +94,7 @@ PRESETS = {
             "eagle3": HeadSettings(2, 1, 64, (Round(6, 3), Round(6, 2))),
             "mtp": HeadSettings(4, 2, 64, (Round(12, 1),)),
             "dflash": HeadSettings(4, 2, 64, (Round(12, 2),)),
+            "dflare": HeadSettings(4, 2, 64, (Round(12, 2),)),
         },
         batch_tokens=512,
         context_tokens=128,
@@ -112,7 +115,7 @@ def make_config(target: LlamaForCausalLM, kind: str, preset: HeadsPreset) -> dic
     if kind == "eagle3":
         # SGLang's own choice of layers needs a deeper target: of five layers it would capture one.
         common |= make_eagle3_keys(min(preset.draft_vocab_size, config.vocab_size), preset.aux_layer_ids)
-    if kind == "dflash":
+    if kind in BLOCKS:
         common |= make_dflash_keys(train_pair.DRAFTED_TOKENS + 1, preset.aux_layer_ids, train_pair.PAD_ID, 2)
     if kind == "mtp":
         if (settings.heads, settings.kv_heads) != (config.num_attention_heads, config.num_key_value_heads):

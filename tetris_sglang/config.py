@@ -204,9 +204,9 @@ SETTINGS: tuple[Setting, ...] = (
         _parse_draft,
         "KIND",
         "TETRIS: what drafts: standalone (a model of its own), eagle, eagle3 (heads on the target's states), mtp (the target's "
-        "own prediction layers), dflash (a block in one pass), ngram (no model: what followed before in the request's text), "
-        "or auto: found out from the models; without --speculative-draft-model-path mtp where the target has such layers, "
-        "else ngram. Default: auto.",
+        "own prediction layers), dflash (a block in one pass; DFlare, too), ngram (no model: what followed before in the "
+        "request's text), or auto: found out from the models; without --speculative-draft-model-path mtp where the target has "
+        "such layers, else ngram. Default: auto.",
     ),
     Setting(
         "verify_plan",

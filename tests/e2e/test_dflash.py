@@ -1,4 +1,4 @@
-"""What a server drafts with a DFlash draft is what the draft computes in plain torch."""
+"""What a server drafts with a DFlash or DFlare draft is what the draft computes in plain torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 
@@ -16,16 +17,17 @@ from tetris_sglang.tools.server_process import ServerProcess
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import train_pair
-from draft_heads import load_head
+from draft_heads import BLOCKS, load_head
 from train_heads import count_accepted, write_greedily
 
 NEW_TOKENS, PROMPTS = 96, 12
 
 
-def test_as_many_drafts_are_accepted_as_the_draft_s_own_arithmetic_says(tmp_path: Path):
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_as_many_drafts_are_accepted_as_the_draft_s_own_arithmetic_says(tmp_path: Path, kind: str):
     """Chains, all verified, without calibration and matches: a wrong position, state or entry costs some of them."""
     flags = [
-        *(*COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / "dflash")),
+        *(*COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / kind)),
         *("--speculative-num-draft-tokens", str(NUM_STEPS + 1), "--speculative-tetris-capacity-per-request", str(NUM_STEPS)),
         *("--speculative-tetris-calibration", "off"),
     ]
@@ -38,7 +40,7 @@ def test_as_many_drafts_are_accepted_as_the_draft_s_own_arithmetic_says(tmp_path
     steps = sum(output["meta_info"]["spec_verify_ct"] for output in outputs)
 
     target = train_pair.load_model(PAIR / "target")
-    head, tokenizer = load_head(PAIR / "dflash", target), Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
+    head, tokenizer = load_head(PAIR / kind, target), Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
     expected = torch.zeros(2)
     for text in texts:
         ids = tokenizer.encode(text).ids

@@ -383,10 +383,12 @@ def test_the_kind_of_draft_is_found_out(make_args, write_config, environment, ki
     assert_refused(args, f"--speculative-tetris-draft {other} contradicts", kind, "Leave the flag out")
 
 
-def test_a_block_is_drafted_whole_unless_fewer_steps_are_asked_for(plugins, make_args, write_config, environment):
-    draft = write_config("block", **BLOCK)
+@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "QwenDFlareDraftModel"])
+def test_a_block_is_drafted_whole_unless_fewer_steps_are_asked_for(plugins, make_args, write_config, architecture):
+    draft = write_config("block", **BLOCK | {"architectures": [architecture]})
     args = make_args(speculative_draft_model_path=draft)
     validate_server_args(args)
+    assert draft_kind.current_kind() == "dflash"
     resolve_server_args(args)
     assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (7, 15)
     validate_server_args(make_args(speculative_draft_model_path=draft, speculative_num_steps=3))

@@ -32,6 +32,7 @@ from tetris_sglang.tools.simulate.costs import (
     load_pass_times,
     make_costs,
     model_passes,
+    passes_s,
 )
 from tetris_sglang.tools.simulate.engine import ROUTERS, Setup, choose_prefixes, simulate_fleet
 from tetris_sglang.tools.simulate.fleet import find_replicas, simulate_setting
@@ -108,7 +109,7 @@ def serve(policy: str, setup: Setup, classes, requests, *, engine=simulate_fleet
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["none", "sd2", "uniform1+2", "tetris1.5+1", "tetris4@6", "auto"])
+@pytest.mark.parametrize("policy", ["none", "sd2", "uniform1+2", "tetris1.5+1", "tetris4@6", "auto", "hidden:tetris1.5+1"])
 @pytest.mark.parametrize(
     ("setup", "rate"),
     [
@@ -135,6 +136,22 @@ def test_auto_leaves_out_a_draft_that_costs_more_than_it_gives():
     slow = replace(PASSES, window_s={1: 1.0}, branch_s={1: 1.0})
     plans = make_plans("auto", costs_for(make_setup(), slow), [make_class(make_rows(0.9))], max_running=64)
     assert (plans.depth == 0).all() and (plans.capacity == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("batch", "draft_s", "seconds"),
+    [
+        (40, 0.06, 0.12),  # rows cost by their number: halves of 40 ms are verified behind drafts of 60 ms
+        (40, 0.03, 0.08),  # all drafting hidden
+        (4, 0.001, 0.021),  # bound by memory: each half would cost as much as the whole
+        (1, 0.03, 0.05),  # nothing to halve
+    ],
+)
+def test_drafting_hides_behind_verification_where_that_is_sooner(batch, draft_s, seconds):
+    passes = PassTimes({1: 0.02, 20: 0.02, 600: 0.6}, {1: draft_s}, {1: 0.0}, 0.0)
+    costs = costs_for(make_setup(), passes)
+    assert passes_s(costs, batch, 2 * batch, 1, is_hidden=True) == pytest.approx(seconds)
+    assert passes_s(costs, batch, 2 * batch, 1, is_hidden=False) == pytest.approx(max(0.02, 0.002 * batch) + draft_s)
 
 
 def test_the_choice_is_that_of_selection():
@@ -347,6 +364,7 @@ def test_a_heavier_class_is_served_faster():
         ("sd9", "policy sd9: drafts 9 tokens; the trace has 1 to 4"),
         ("sd0", "drafts 0"),
         ("tetris2", "there are none, sdK"),
+        ("hidden:none", "and hidden:POLICY of each that drafts"),
         ("uniform1.5+1", "there are none, sdK"),
     ],
 )

@@ -187,7 +187,10 @@ def simulate(
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(help="Of none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto.", show_default="none,sd3,tetris3+1,auto"),
+        typer.Option(
+            help="Of none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto; hidden:POLICY drafts on a device of its own.",
+            show_default="none,sd3,tetris3+1,auto",
+        ),
     ] = None,
     capacities: Annotated[str | None, typer.Option(help="What capacity is worth: C / batch, with the deepest drafts.")] = None,
     slo_e2e_ms: Annotated[float | None, typer.Option(help="What a fleet saves: replicas for this 99th percentile.")] = None,

@@ -54,8 +54,8 @@ def _kind_of(draft: Any) -> str:
 
 
 def is_block(draft: Any) -> bool:
-    """Whether a draft with this config drafts a block in one pass."""
-    return "dflash" in _architecture(draft)
+    """Whether a draft with this config drafts a block in one pass: DFlash, DFlare."""
+    return any(name in _architecture(draft) for name in ("dflash", "dflare"))
 
 
 def _architecture(config: Any) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 
+from tetris_sglang.runtime.drafts.dflare import register_model
+
 
 class _BareWorker:
     """Without what SGLang drafts with."""
@@ -33,9 +35,10 @@ class HeadWorker(_BareWorker, EagleDraftWorker):
 
 
 class BlockWorker(_BareWorker, EagleDraftWorker):
-    """DFlash. To SGLang an EAGLE3 head: it reads the states of several layers."""
+    """DFlash and DFlare. To SGLang EAGLE3 heads: they read the states of several layers."""
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
+        register_model()
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         # Where SGLang looks up how many.
         layer_ids = target_worker.model_runner.spec_aux_config.eagle_aux_hidden_state_layer_ids

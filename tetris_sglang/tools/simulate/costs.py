@@ -1,7 +1,7 @@
 """What a step costs, as tables over rows and batch sizes.
 
-    decode  = target(rows) + context(tokens in the KV cache) + host(batch) + [depth > 0] (window(batch) + (depth - 1)
-    branch(batch)) prefill = target(tokens) + draft(tokens) if drafts are served + host
+    decode  = target(rows) + [depth > 0] (window(batch) + (depth - 1) branch(batch)) + context(KV tokens) + host(batch)
+    prefill = target(tokens) + draft(tokens) if drafts are served + host
 
 as docs/capacity.md has it. The passes' times were timed by a server (`load_pass_times`) or come from a roofline
 (`model_passes`), which nobody has measured.
@@ -40,6 +40,23 @@ class StepCosts(NamedTuple):
     """[chunk_tokens + 1], what the draft's own prefill adds."""
     context_s: float
     """Per token in the KV cache of the batch."""
+
+
+def passes_s(costs: StepCosts, batch: int, rows, depth, is_hidden: bool):
+    """Seconds of a decoding step's passes. Compiled for the engine; policies call it with arrays.
+
+    Args:
+        rows, depth: of the target's pass; passes of the draft, 0 for none.
+        is_hidden: the draft has a device of its own and drafts for one half of the batch while the target verifies the other
+            (CoSine, arXiv:2503.10325), where that is sooner.
+    """
+    draft_s = (costs.window_s[batch] + (depth - 1) * costs.branch_s[batch]) * (depth > 0)
+    in_turn_s = costs.target_s[rows] + draft_s
+    if not is_hidden or batch == 1:
+        return in_turn_s
+    half = (batch + 1) // 2
+    draft_s = (costs.window_s[half] + (depth - 1) * costs.branch_s[half]) * (depth > 0)
+    return np.minimum(in_turn_s, 2 * np.maximum(costs.target_s[(rows + 1) // 2], draft_s))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from tetris_sglang.tools.simulate.costs import StepCosts
+from tetris_sglang.tools.simulate.costs import StepCosts, passes_s
 from tetris_sglang.tools.simulate.traces import CODES
 from tetris_sglang.tools.simulate.workload import Requests, RowTable
 
@@ -34,6 +34,8 @@ class StepPlans(NamedTuple):
     """Every request verifies capacity / batch of its own drafts, instead of the batch's best."""
     has_draft: bool
     """A draft is served, and prefills every prompt."""
+    is_hidden: bool = False
+    """The draft has a device of its own, see `passes_s`."""
 
 
 class Setup(NamedTuple):
@@ -51,6 +53,9 @@ class Setup(NamedTuple):
     """Requests in flight in a closed loop; 0: requests come at their arrival times."""
     warm_up: int
     """Requests before the measuring window begins; it ends when the last request arrives."""
+
+
+_passes_s = njit(cache=True, nogil=True)(passes_s)
 
 
 class Counts(NamedTuple):
@@ -328,10 +333,8 @@ def _simulate(requests, table, costs, plans, setup, times):
                         correct = min(np.int32(accepted_of[at[r, i]]), lens[i])
                         accepted += correct
                         emits[r, i] = min(correct + 1, remaining[r, i])
-                seconds = costs.target_s[batch + selected] + costs.host_s[batch]
-                seconds += costs.context_s * context[r]
-                if depth > 0:
-                    seconds += costs.window_s[batch] + (depth - 1) * costs.branch_s[batch]
+                seconds = _passes_s(costs, batch, batch + selected, depth, plans.is_hidden)
+                seconds += costs.context_s * context[r] + costs.host_s[batch]
                 step_counts[r, 0] = batch
                 step_counts[r, 1] = batch if capacity > 0 else 0
                 step_counts[r, 2] = selected

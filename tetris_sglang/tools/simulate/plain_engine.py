@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tetris_sglang.selection import select_prefixes
-from tetris_sglang.tools.simulate.costs import StepCosts
+from tetris_sglang.tools.simulate.costs import StepCosts, passes_s
 from tetris_sglang.tools.simulate.engine import Counts, Setup, StepPlans, Times, check, make_times
 from tetris_sglang.tools.simulate.traces import CODES
 from tetris_sglang.tools.simulate.workload import Requests, RowTable
@@ -136,10 +136,8 @@ def _plan_decode(replica, table, costs, plans) -> tuple:
         lens = select_prefixes(survival, capacity).tolist()
     correct = [min(int(table.accepted[row]), chosen) for row, chosen in zip(rows, lens, strict=True)]
     emits = [min(n + 1, one.remaining) for n, one in zip(correct, replica.running, strict=True)]
-    seconds = costs.target_s[batch + sum(lens)] + costs.host_s[batch]
-    seconds += costs.context_s * sum(one.context for one in replica.running)
-    if depth:
-        seconds += costs.window_s[batch] + (depth - 1) * costs.branch_s[batch]
+    seconds = passes_s(costs, batch, batch + sum(lens), depth, plans.is_hidden)
+    seconds += costs.context_s * sum(one.context for one in replica.running) + costs.host_s[batch]
     return (float(seconds), emits, sum(lens), sum(correct), capacity > 0)
 
 

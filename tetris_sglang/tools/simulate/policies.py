@@ -2,7 +2,7 @@
 
 `none`, `sdK` (standard speculation: K drafts, all verified), `uniformK+E` (K + E drafted, the first K verified),
 `tetrisK+E` (K + E drafted, K per request on average chosen batch-wide), `tetrisD@C` (D drafted, C chosen of the whole batch),
-`auto` (depth and capacity by batch size).
+`auto` (depth and capacity by batch size). `hidden:POLICY`: the draft has a device of its own (`costs.passes_s`).
 
 `auto` is the policy that AutoCapacity converges to: it maximises the same objective, with the mean acceptances of the traces
 and the true step times in place of learnt ones. Learning, probes, hysteresis and the uncertainty of step times are not in it.
@@ -17,12 +17,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from tetris_sglang.capacity import DraftLimits, FixedCapacity, StepPlan, capacity_shares
-from tetris_sglang.tools.simulate.costs import StepCosts
+from tetris_sglang.tools.simulate.costs import StepCosts, passes_s
 from tetris_sglang.tools.simulate.engine import StepPlans
 from tetris_sglang.tools.simulate.traces import encode
 from tetris_sglang.tools.simulate.workload import RequestClass
 
-GRAMMAR = "none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto"
+GRAMMAR = "none, sdK, uniformK+E, tetrisK+E, tetrisD@C, auto, and hidden:POLICY of each that drafts"
+_HIDDEN = "hidden:"
 _CURVE_REQUESTS = 16384
 """Requests' steps behind each curve of acceptance."""
 
@@ -36,6 +37,11 @@ def make_plans(policy: str, costs: StepCosts, classes: Sequence[RequestClass], *
         ValueError: no such policy, or drafts deeper than the traces.
     """
     depth = min(one.rows.depth for one in classes)
+    if policy.startswith(_HIDDEN) and policy != f"{_HIDDEN}none":
+        inner = policy.removeprefix(_HIDDEN)
+        if inner == "auto":
+            return choose_plans(costs, classes, max_running=max_running, seed=seed, is_hidden=True)
+        return make_plans(inner, costs, classes, max_running=max_running, seed=seed)._replace(is_hidden=True)
     if policy == "none":
         return _tabulate(lambda batch: StepPlan(0, 0), max_running, is_uniform=False, has_draft=False)
     if policy == "auto":
@@ -66,7 +72,9 @@ def _tabulate(plan, max_running: int, *, is_uniform: bool, has_draft: bool = Tru
     return StepPlans(depths.copy(), capacities.copy(), is_uniform, has_draft)
 
 
-def choose_plans(costs: StepCosts, classes: Sequence[RequestClass], *, max_running: int, seed: int = 0) -> StepPlans:
+def choose_plans(
+    costs: StepCosts, classes: Sequence[RequestClass], *, max_running: int, seed: int = 0, is_hidden: bool = False
+) -> StepPlans:
     """For each batch size the depth and capacity with most expected tokens per second; plain decoding where none pays."""
     depth = min(one.rows.depth for one in classes)
     shares = np.array(capacity_shares(depth))
@@ -92,13 +100,12 @@ def choose_plans(costs: StepCosts, classes: Sequence[RequestClass], *, max_runni
         part = (at - shares[right - 1]) / (shares[right] - shares[right - 1])
         accepted = (1 - part) * curve[d - 1, right - 1] + part * curve[d - 1, right]
         fixed_s = costs.host_s[batch] + costs.context_s * context_tokens * batch
-        seconds = fixed_s + costs.target_s[batch + c]
-        seconds += costs.window_s[batch] + (d - 1) * costs.branch_s[batch]
+        seconds = fixed_s + passes_s(costs, batch, batch + c, d, is_hidden)
         value = (1 + accepted) / seconds
         best = int(value.argmax())
         if value[best] > 1 / (fixed_s + costs.target_s[batch]):
             depths[batch], capacities[batch] = d[best], c[best]
-    return StepPlans(depths, capacities, False, True)
+    return StepPlans(depths, capacities, False, True, is_hidden)
 
 
 def measure_accepted(classes: Sequence[RequestClass], sizes: Sequence[int], shares: np.ndarray, *, seed: int) -> np.ndarray:
