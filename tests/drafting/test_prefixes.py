@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tetris_sglang.drafting import propose_block
 from tetris_sglang.texts import Match
+from tetris_sglang.texts.match import NUM_EVIDENCE
 
 SEEDS = st.integers(0, 10**6)
 VOCAB = 12
@@ -74,6 +75,8 @@ def test_the_match_is_offered_behind_its_own_prefixes_alone(seed, batch, depth, 
 
     class Copying:
         def __call__(self, probs, depths, evidence):
+            # Also where a request has no match, and what stands in its place happens to be drafted.
+            assert 0 <= evidence.min() and evidence.max() < NUM_EVIDENCE, "offsets are looked up by it"
             return probs
 
         def find_rival(self, depths, copied, contradicted):

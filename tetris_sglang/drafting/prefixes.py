@@ -39,7 +39,7 @@ def propose_block(
     for level in range(depth):
         offered = _offer(level, tokens[:, level], probs[:, level], calibrate, matcher, nobody)
         if matcher is not None:
-            matched = _offer(level, tokens[:, level], probs[:, level], calibrate, matcher, ~nobody)
+            matched = _offer(level, tokens[:, level], probs[:, level], calibrate, matcher, matcher.exists)
             # [batch, prefixes, children]
             offered = tuple(
                 torch.where(is_followed[:, :, None], one[:, None], other[:, None])
