@@ -76,7 +76,7 @@ def test_the_match_is_offered_behind_its_own_prefixes_alone(seed, batch, depth, 
     class Copying:
         def __call__(self, probs, depths, evidence):
             # Also where a request has no match, and what stands in its place happens to be drafted.
-            assert 0 <= evidence.min() and evidence.max() < NUM_EVIDENCE, "offsets are looked up by it"
+            assert evidence.min() >= 0 and evidence.max() < NUM_EVIDENCE, "offsets are looked up by it"
             return probs
 
         def find_rival(self, depths, copied, contradicted):

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.e2e.client import Client
-from tests.e2e.conftest import COMMON, NUM_STEPS, PAIR, REPOSITORY, TETRIS
+from tests.e2e.conftest import COMMON, FORKED, NUM_STEPS, PAIR, REPOSITORY, TETRIS
 from tetris_sglang.tools.server_process import ServerProcess
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -33,7 +33,7 @@ def test_as_many_drafts_are_accepted_as_the_draft_s_own_arithmetic_says(tmp_path
     ]
     lines = (PAIR / "prompts.jsonl").read_text().splitlines()
     texts = [json.loads(line)["text"] for line in lines[:: len(lines) // PROMPTS]]
-    with ServerProcess(flags, tmp_path / "server.log") as server:
+    with ServerProcess(flags, tmp_path / "server.log", entry_point=FORKED) as server:
         client = Client(server.url, server.log_path)
         outputs = client.generate_all(texts, concurrency=4, max_new_tokens=NEW_TOKENS)
     accepted = sum(output["meta_info"]["spec_num_correct_drafts"] for output in outputs)

@@ -18,7 +18,7 @@ import pytest
 import requests
 
 from tests.e2e.client import Client, make_request
-from tests.e2e.conftest import COMMON, DRAFT, PAIR
+from tests.e2e.conftest import COMMON, DRAFT, FORKED, PAIR
 from tests.e2e.plugins import SWITCHING_PLANS, write_plugin
 from tetris_sglang.portable_cpu.defaults import OVERLAP_VARIABLE
 from tetris_sglang.tools.server_process import ServerProcess
@@ -141,7 +141,8 @@ def test_no_text_shows_what_was_drafted(plain, prompts, number, tmp_path):
     kept = [request._replace(delay_s=0) for request in drawn if request.lines_read is None]
     greedy = [request for request in kept if "temperature" not in request.params]
     # The last of a flag counts.
-    process = ServerProcess([*COMMON, *arguments], tmp_path / "server.log", environment=environment, start_timeout_s=400)
+    options = {"environment": environment, "entry_point": FORKED, "start_timeout_s": 400}
+    process = ServerProcess([*COMMON, *arguments], tmp_path / "server.log", **options)
     with process as server, ThreadPoolExecutor(20) as pool:
         client = Client(server.url, server.log_path)
         texts = [text for text in write_all(pool, client, drawn) if text is not None]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.client import Client
-from tests.e2e.conftest import COMMON, TETRIS
+from tests.e2e.conftest import COMMON, FORKED, TETRIS
 from tetris_sglang.tools.server_process import ServerProcess
 
 NEW_TOKENS, DEPTH = 64, 6
@@ -18,7 +18,7 @@ def client(tmp_path_factory):
         *(*COMMON, *TETRIS, "--speculative-num-steps", str(DEPTH)),
         *("--speculative-tetris-capacity-per-request", str(DEPTH), "--speculative-tetris-shared-texts", "on"),
     ]
-    with ServerProcess(arguments, Path(tmp_path_factory.mktemp("recent")) / "server.log") as server:
+    with ServerProcess(arguments, Path(tmp_path_factory.mktemp("recent")) / "server.log", entry_point=FORKED) as server:
         yield Client(server.url, server.log_path)
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.client import Client
-from tests.e2e.conftest import ARGUMENTS, TARGET
+from tests.e2e.conftest import ARGUMENTS, FORKED, TARGET
 from tests.e2e.plugins import BROKEN_ACCEPTANCE, write_plugin
 from tetris_sglang.tools.server_process import ServerProcess
 
@@ -119,7 +119,8 @@ def test_the_measure_rejects_broken_acceptance(prompt_ids, exact, tmp_path):
     """The same server, with every selected draft accepted by a third plugin, fails the same test."""
     environment = write_plugin(tmp_path, "broken_acceptance", BROKEN_ACCEPTANCE)
     log_path = tmp_path / "broken.log"
-    with ServerProcess(ARGUMENTS["overlap"], log_path, environment=environment, start_timeout_s=400) as server:
+    options = {"environment": environment, "entry_point": FORKED, "start_timeout_s": 400}
+    with ServerProcess(ARGUMENTS["overlap"], log_path, **options) as server:
         assert p_value(draw(Client(server.url, log_path), prompt_ids), exact) < 1e-6
 
 
