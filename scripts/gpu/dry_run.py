@@ -24,6 +24,7 @@ import requests
 import typer
 from cases import GREEDY, TIMEOUT_S, Case
 from dry_arms import ARMS, PAIR, QUICK, REPOSITORY, TARGET, Arm, on_cpu, prepare
+from forked_server import COMMAND as FORKED
 from host_cuda.environment import build, environment
 from mutations import MUTATIONS
 from proof import Reference
@@ -90,7 +91,8 @@ def measure_lost(flags: list[str], log: Path, prompts: list[str], here: dict) ->
     """Of the drafts accepted per step on the CPU platform, one request at a time, the share that is not accepted here."""
     alone: Case = GREEDY[0]
     assert here["case"] == alone.name
-    with ServerProcess(flags, log, environment={"OMP_NUM_THREADS": "1"}, start_timeout_s=START_TIMEOUT_S) as server:
+    options = {"environment": {"OMP_NUM_THREADS": "1"}, "entry_point": FORKED, "start_timeout_s": START_TIMEOUT_S}
+    with ServerProcess(flags, log, **options) as server:
         there = count_drafts(answer.meta_info for answer in alone.ask(server.url, prompts))
     expected = there.accepted / there.verify_steps
     return 1 - here["accepted"] / here["steps"] / expected if expected else 0.0

@@ -21,6 +21,7 @@ from tetris_sglang.tools.server_process import ServerProcess, start_all
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+from forked_server import COMMAND as FORKED
 from mtp_checkpoint import make_mtp_checkpoint
 
 PAIR = REPOSITORY / "tests" / "pair"
@@ -138,10 +139,6 @@ MIN_SUCCESS = {
     "overlap": 0.5, "synchronous": 0.5, "comb": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
     "dflash": 0.2, "mtp": 0.35, "parallel": 0.3, "parallel_comb": 0.3,
 }  # fmt: skip
-
-
-FORKED = (sys.executable, "-m", "tests.e2e.forked_server")
-"""Starts a server in half the time of `-m sglang.launch_server`."""
 
 
 class Servers:

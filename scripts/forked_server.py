@@ -8,6 +8,8 @@ import importlib
 import multiprocessing
 import sys
 
+COMMAND = (sys.executable, __file__)
+"""What the arguments of a server follow."""
 OF_THE_OTHER_PROCESSES = ("sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager")
 _set_start_method = multiprocessing.set_start_method
 
