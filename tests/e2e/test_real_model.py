@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.e2e.conftest import FORKED
 from tetris_sglang.tools.demo import NONE, TETRIS, server_arguments
 from tetris_sglang.tools.load import Completion, count_drafts, generate
 from tetris_sglang.tools.prompts import read_questions, render_chats
@@ -16,7 +17,7 @@ NEW_TOKENS = 48
 
 def serve(arguments: list[str], log_path: Path, prompts: list[str]) -> list[Completion]:
     """What a server answers that runs for these prompts alone: two of this model beside the tests' others fill 24 GB."""
-    server = ServerProcess(arguments, log_path, start_timeout_s=600)
+    server = ServerProcess(arguments, log_path, entry_point=FORKED, start_timeout_s=600)
     try:
         server.start()
         return generate(server.url, prompts, concurrency=4, max_new_tokens=NEW_TOKENS, ignore_eos=False)[0]
