@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.timeout(960)  # eight minutes and more where a process has half a core
 def test_servers_on_the_cuda_path_write_the_targets_text(tmp_path):
     command = [sys.executable, str(REPOSITORY / "scripts" / "gpu" / "dry_run.py"), "--quick", "--out", str(tmp_path)]
     # Other tests of this process may have made the CPU platform's settings.
