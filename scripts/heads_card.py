@@ -43,7 +43,7 @@ states, in the form that SGLang loads. Embedding and `lm_head` (`eagle3/`: the e
 - `mtp/` holds the MTP layer alone: `scripts/mtp_checkpoint.py` joins target and layer to a complete
   MiMoForCausalLM, whose function is the target's. The layer takes the target's sizes there, without another effect.
 - `dflash/` and `dflare/` draft five tokens in one pass, from the outputs of the same layers as `eagle3/`. They were trained for
-  a quarter of an hour and half of that.
+  a quarter of an hour, and for six minutes.
 
 Trained on the same text as the draft: half cross-entropy to the target's distribution, half to its likeliest
 token, averaged over chains of the head's own hidden states; for `eagle/` also smooth L1 between its

@@ -84,7 +84,7 @@ PRESETS = {
             "eagle3": HeadSettings(2, 1, 192, (Round(420, 5), Round(400, 2), Round(260, 2), Round(220, 3))),
             "mtp": HeadSettings(4, 2, 512, (Round(200, 2), Round(120, 2))),
             "dflash": HeadSettings(4, 2, 128, (Round(320, 5),)),
-            "dflare": HeadSettings(4, 2, 128, (Round(160, 5),)),
+            "dflare": HeadSettings(2, 1, 16, (Round(160, 5),)),
         },
     ),
     "tiny": HeadsPreset(
