@@ -37,22 +37,19 @@ def make_plans(policy: str, costs: StepCosts, classes: Sequence[RequestClass], *
         ValueError: no such policy, or drafts deeper than the traces.
     """
     depth = min(one.rows.depth for one in classes)
-    if policy.startswith(_HIDDEN) and policy != f"{_HIDDEN}none":
-        inner = policy.removeprefix(_HIDDEN)
-        if inner == "auto":
-            return choose_plans(costs, classes, max_running=max_running, seed=seed, is_hidden=True)
-        return make_plans(inner, costs, classes, max_running=max_running, seed=seed)._replace(is_hidden=True)
+    drafting = policy.removeprefix(_HIDDEN)
+    is_hidden = drafting != policy
     if policy == "none":
         return _tabulate(lambda batch: StepPlan(0, 0), max_running, is_uniform=False, has_draft=False)
-    if policy == "auto":
-        return choose_plans(costs, classes, max_running=max_running, seed=seed)
-    if match := re.fullmatch(r"sd(\d+)", policy):
+    if drafting == "auto":
+        return choose_plans(costs, classes, max_running=max_running, seed=seed, is_hidden=is_hidden)
+    if match := re.fullmatch(r"sd(\d+)", drafting):
         k, extra, is_uniform = int(match[1]), 0, True
-    elif match := re.fullmatch(r"uniform(\d+)\+(\d+)", policy):
+    elif match := re.fullmatch(r"uniform(\d+)\+(\d+)", drafting):
         k, extra, is_uniform = int(match[1]), int(match[2]), True
-    elif match := re.fullmatch(r"tetris(\d+(?:\.\d+)?)\+(\d+)", policy):
+    elif match := re.fullmatch(r"tetris(\d+(?:\.\d+)?)\+(\d+)", drafting):
         k, extra, is_uniform = float(match[1]), int(match[2]), False
-    elif match := re.fullmatch(r"tetris(\d+)@(\d+)", policy):
+    elif match := re.fullmatch(r"tetris(\d+)@(\d+)", drafting):
         k, extra, is_uniform = int(match[1]), 0, False
     else:
         raise ValueError(f"policy {policy!r}: there are {GRAMMAR}")
@@ -60,16 +57,16 @@ def make_plans(policy: str, costs: StepCosts, classes: Sequence[RequestClass], *
     if not 1 <= drafted <= depth or k <= 0:
         raise ValueError(f"policy {policy}: drafts {drafted} tokens; the trace has 1 to {depth}")
     if is_uniform:
-        return _tabulate(lambda batch: StepPlan(drafted, k * batch), max_running, is_uniform=True)
+        return _tabulate(lambda batch: StepPlan(drafted, k * batch), max_running, is_uniform=True, is_hidden=is_hidden)
     capacity = FixedCapacity(absolute=int(match[2])) if "@" in policy else FixedCapacity(per_request=k)
     limits = DraftLimits(range(1, drafted + 1), int)
-    return _tabulate(lambda batch: capacity.choose(batch, limits), max_running, is_uniform=False)
+    return _tabulate(lambda batch: capacity.choose(batch, limits), max_running, is_uniform=False, is_hidden=is_hidden)
 
 
-def _tabulate(plan, max_running: int, *, is_uniform: bool, has_draft: bool = True) -> StepPlans:
+def _tabulate(plan, max_running: int, *, is_uniform: bool, has_draft: bool = True, is_hidden: bool = False) -> StepPlans:
     plans = [StepPlan(0, 0), *(plan(batch) for batch in range(1, max_running + 1))]
     depths, capacities = np.array(plans, dtype=np.int64).T
-    return StepPlans(depths.copy(), capacities.copy(), is_uniform, has_draft)
+    return StepPlans(depths.copy(), capacities.copy(), is_uniform, has_draft, is_hidden)
 
 
 def choose_plans(
