@@ -69,8 +69,8 @@ NAMED_SHAPES = {
     "cpu-50m": InflatedShape(hidden=1024, layers=5, heads=16, intermediate=2048),
     "cpu-100m": InflatedShape(hidden=1024, layers=8, heads=16, intermediate=2816),
     "cpu-150m": InflatedShape(hidden=1024, layers=12, heads=16, intermediate=2816),
-    "llama-1b": InflatedShape(hidden=2048, layers=16, heads=32, intermediate=8192),
-    "llama-8b": InflatedShape(hidden=4096, layers=32, heads=64, intermediate=14336),
+    # Three query heads per key-value head, as SmolLM2-135M has.
+    "smollm2-8b": InflatedShape(hidden=4608, layers=32, heads=72, intermediate=12288),
 }
 
 

@@ -53,8 +53,9 @@ STAGES = (
     Stage("c", "ragged attention against float64", "device_checks:check_attention"),
     Stage("d", "servers: greedy parity, sampling, metrics", "server_checks:check_server"),
     Stage("g", "servers: trees, heads, n-grams", "server_checks:check_drafts"),
-    Stage("e", "throughput", "server_checks:check_throughput", resumes_from="serving.json"),
+    Stage("i", "servers: real text, and where a step's time goes", "server_checks:check_real_text"),
     Stage("h", "throughput on a real model", "server_checks:check_real_model", resumes_from="real.json"),
+    Stage("e", "the same at a large model's cost", "server_checks:check_large_model", resumes_from="large.json"),
     Stage("b", "kernel parity and speed", "device_checks:check_kernels"),
     Stage("f", "memory and graph capture", "server_checks:check_graphs"),
 )
@@ -153,7 +154,7 @@ def archive(out: Path) -> None:
     partial = Path(folder) / ".partial.tar.gz"
     with tarfile.open(partial, "w:gz", compresslevel=3) as tar:
         for path in sorted(out.iterdir()):
-            if path.suffix in (".json", ".log", ".md"):
+            if path.suffix in (".json", ".log", ".md", ".gz"):
                 tar.add(path, path.name)
     partial.replace(Path(folder) / "gpu-check.tar.gz")
 

@@ -19,6 +19,15 @@ if [ ! -e "$stamp" ]; then
     touch "$stamp"
 fi
 
+# pack_real_text.py's files, put together where tetris_sglang.tools.fetch looks for them.
+cache=$target/.cache
+for first in "$root"/build/gpu-real-text/packages/*/*.part-0; do
+    [ -e "$first" ] || continue
+    whole=$cache/packages/$(basename "$(dirname "$first")")/$(basename "${first%.part-0}")
+    mkdir -p "$(dirname "$whole")"
+    [ -e "$whole" ] || cat "${first%0}"* >"$whole"
+done
+
 cuda=${CUDA_HOME:-$(ls -d /usr/local/cuda-13* /usr/local/cuda 2>/dev/null | head -1 || true)}
 # FlashInfer links what it compiles with -lcuda, and a bare toolkit has no stub of it: point at the driver.
 mkdir -p "$target/.link"
@@ -47,5 +56,5 @@ export CPLUS_INCLUDE_PATH=$wheels/include\${CPLUS_INCLUDE_PATH:+:\$CPLUS_INCLUDE
 export FLASHINFER_WORKSPACE_BASE=$target/.flashinfer FLASHINFER_CUDA_ARCH_LIST=9.0a MAX_JOBS=\${MAX_JOBS:-$(nproc)}
 export SGLANG_JIT_CACHE_DIR=$target/.jit SGLANG_JIT_PREBUILT=$target/.prebuilt
 export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
-export SGLANG_FLASHINFER_USE_PAGED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+export SGLANG_TETRIS_CACHE=$cache SGLANG_FLASHINFER_USE_PAGED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 ENVIRONMENT

@@ -4,6 +4,7 @@
 # The host brings Python 3.12, torch 2.11.0+cu130, triton 3.6, transformers 5.17, nvcc 13.0, ninja, g++ and one H100 or H200.
 #   sglang-*.tar.xz           SGLang, FlashInfer, kernels trimmed for torch 2.11 and sm_90, small packages, this package
 #   tetris-sglang.tar.xz      this checkout, the small pair included; leave it behind where the checkout itself travels
+# and beside it, in build/gpu-real-text, the real model and prompts (98 MB, in parts), for the stages that want them.
 #
 # PRECOMPILE=0 leaves the kernels to the host's nvcc (minutes there, about half an hour on two cores here).
 # WHEELS=dir holds wheels that were already downloaded.
@@ -171,4 +172,6 @@ rm -rf "$stage"
 sha256sum ./*.tar.xz | tee SHA256SUMS
 total=$(cat ./*.tar.xz | wc -c)
 echo "$out: $((total / 1000000)) MB ($unpacked_mb MB unpacked)"
+say "the real model and prompts"
+"$python" "$root/scripts/gpu/pack_real_text.py"
 [ "$total" -le "$limit_bytes" ] || { echo "error: more than $((limit_bytes / 1000000)) MB" >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""Compile the kernels that the shipped pair and its inflated shapes need, for sm_90a; no GPU is needed.
+"""Compile the kernels that gpu-check's models need, for sm_90a; no GPU is needed.
 
     python scripts/gpu/precompile.py --out build/gpu-jit
 
@@ -8,7 +8,6 @@ tensor-core decoding) take most of the time: minutes per head size. What is ther
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -20,8 +19,10 @@ from typing import Annotated
 import typer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAIR = REPOSITORY / "tests" / "pair"
-SHAPES = ("cpu-100m", "llama-1b", "llama-8b")
+HEAD_DIM = 64
+"""Of the tests' pair, of SmolLM2 and of what is inflated from them."""
+KV_ROW_BYTES = [2 * HEAD_DIM * kv_heads for kv_heads in (1, 2, 3, 24)]
+"""Of the pair, of SmolLM2 and its head, of SmolLM2 at the cost of 8B, in 16 bits."""
 
 
 def jit_environment(folder: Path) -> dict[str, str]:
@@ -49,7 +50,7 @@ def main(
     head_dims: Annotated[str, typer.Option(help="Of FlashInfer's attention.")] = "64,128",
     jobs: Annotated[int, typer.Option(help="Compilers at once.")] = os.cpu_count() or 1,
 ) -> None:
-    """Compile the kernels that the shipped pair and its inflated shapes need, for sm_90a."""
+    """Compile the kernels that gpu-check's models need, for sm_90a."""
     # Both read their folders while they are imported.
     os.environ |= jit_environment(out.resolve()) | {"MAX_JOBS": str(jobs)}
     make_driver_stub(out.resolve() / "stubs")
@@ -90,28 +91,24 @@ def make_driver_stub(folder: Path) -> None:
 
 
 def list_sglang_kernels(dtypes) -> dict[str, Callable[[], object]]:
+    import torch
     from sglang.kernels.ops.activation.activation import activation_module
+    from sglang.kernels.ops.attention.clamp_position import _jit_clamp_position_module
     from sglang.kernels.ops.attention.rope import _jit_fused_rope_module
     from sglang.kernels.ops.kvcache.kvcache import _jit_kvcache_module
     from sglang.kernels.ops.layernorm.norm import _jit_fused_add_rmsnorm_module
     from sglang.kernels.ops.speculative.sampling import _jit_sampling_module
     from sglang.kernels.ops.speculative.tree import _jit_tree_module
 
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
-    from inflate_model import NAMED_SHAPES
-
-    kernels: dict[str, Callable[[], object]] = {"tree": _jit_tree_module}
-    for folder in ("target", "draft"):
-        config = json.loads((PAIR / folder / "config.json").read_text())
-        head_dim, heads, kv_heads = (config[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads"))
-        rows = {kv_heads, *(NAMED_SHAPES[shape].heads * kv_heads // heads for shape in SHAPES)}
-        for row_bytes in sorted(count * head_dim * 2 for count in rows):
-            kernels[f"kv cache, rows of {row_bytes} bytes"] = lambda n=row_bytes: _jit_kvcache_module(n, n, 0)
-        for dtype in dtypes:
-            kernels[f"rope {head_dim} {dtype}"] = lambda d=head_dim, t=dtype: _jit_fused_rope_module(True, d, t, t)
-        vector = 4 if config["vocab_size"] % 4 == 0 else 1
-        kernels[f"tree sampling {vector}"] = lambda v=vector: _jit_sampling_module(v, True)
+    kernels: dict[str, Callable[[], object]] = {
+        "clamp position": lambda: _jit_clamp_position_module(torch.int64),
+        "tree": _jit_tree_module,
+        "tree sampling": lambda: _jit_sampling_module(4, True),
+    }
+    for row_bytes in KV_ROW_BYTES:
+        kernels[f"kv cache, rows of {row_bytes} bytes"] = lambda n=row_bytes: _jit_kvcache_module(n, n, 0)
     for dtype in dtypes:
+        kernels[f"rope {dtype}"] = lambda t=dtype: _jit_fused_rope_module(True, HEAD_DIM, t, t)
         kernels[f"activation {dtype}"] = lambda t=dtype: activation_module(t)
         kernels[f"add and norm {dtype}"] = lambda t=dtype: _jit_fused_add_rmsnorm_module(t, False)
     return kernels

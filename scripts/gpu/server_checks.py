@@ -11,25 +11,26 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from stage_report import ON_HOST_CUDA, PAIR, REPOSITORY, Report, log, recorded, run_child
 
 from tests.e2e.client import Client
+from tetris_sglang.tools.bench.workloads import MAX_CHARS
 from tetris_sglang.tools.fetch import NotFetched
-from tetris_sglang.tools.prompts import RESULTS, read_sharegpt
-from tetris_sglang.tools.real_model import ensure_target
+from tetris_sglang.tools.prompts import RESULTS, read_sharegpt, render_chats
+from tetris_sglang.tools.real_model import HEAD, ensure_target
 from tetris_sglang.tools.server_process import ServerFailed, ServerProcess
 
 # Hopper's own FA3 is not in the bundle.
 SERVER_FLAGS = "--dtype bfloat16 --attention-backend flashinfer --sampling-backend flashinfer --random-seed 7"
 # On by default, but they take a minute of every start: one server has them.
 NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
-# Stages e and f: an 8B-like target, its draft and the KV of 256 requests fit into 80 GB.
-LARGE_FLAGS = f"{SERVER_FLAGS} {NO_PREFILL_GRAPHS} --cuda-graph-bs-decode 1 2 4 8 16 32 64 128 256 --max-total-tokens 73728"
-TARGET_SHAPE = os.environ.get("GPU_CHECK_TARGET", "llama-8b")
-DRAFT_SHAPE = os.environ.get("GPU_CHECK_DRAFT", "llama-1b")
+# Stages e, f and h: room for the KV of what they ask at once.
+LARGE_FLAGS = f"{SERVER_FLAGS} {NO_PREFILL_GRAPHS} --cuda-graph-bs-decode 1 2 4 8 16 32 64 --max-total-tokens 24576"
+REAL_SHAPE = os.environ.get("GPU_CHECK_SHAPE", "smollm2-8b")
 
 # -- d: servers ----------------------------------------------------------------------------------------------
 
@@ -54,15 +55,9 @@ OTHER_DRAFTS = {
     "eagle": ["--speculative-draft-model-path", str(PAIR / "eagle")],
     "eagle3 comb": ["--speculative-draft-model-path", str(PAIR / "eagle3"), "--speculative-num-draft-tokens", "11"],
     "ngram": [],
+    "dflash": ["--speculative-draft-model-path", str(PAIR / "dflash"), "--speculative-num-draft-tokens", "11"],
+    "dflare": ["--speculative-draft-model-path", str(PAIR / "dflare"), "--speculative-num-draft-tokens", "11"],
 }
-
-
-def standalone_flags(draft: Path) -> list[str]:
-    flags = (
-        "--speculative-algorithm STANDALONE --speculative-num-steps 3 --speculative-eagle-topk 1 "
-        "--speculative-num-draft-tokens 4"
-    )
-    return [*flags.split(), "--speculative-draft-model-path", str(draft)]
 
 
 def check_server(report: Report) -> None:
@@ -95,12 +90,45 @@ def check_drafts(report: Report) -> None:
                 _check_greedy(report, name, expected, outputs, min_success=0.15)
 
 
+def check_real_text(report: Report) -> None:
+    """The real model with its EAGLE-3 head against no speculation, and where the time of a step goes."""
+    if (target := find_real_model(report)) is None:
+        return
+    chats = render_chats(target, [p.text for p in read_sharegpt(RESULTS) if len(p.text) <= MAX_CHARS][:96])
+    with contextlib.ExitStack() as outer:
+        plain = _serve(report, "i-plain", [], outer, target=target)
+        expected = _generate_expected(plain, chats)
+        _profile(plain, "i-plain", chats[:4])
+        for name, flags in {"EAGLE3": EAGLE3_CHAIN, "TETRIS": "--speculative-algorithm TETRIS"}.items():
+            with recorded(report, f"a server with {name} on real text"), contextlib.ExitStack() as inner:
+                flags = [*flags.split(), "--speculative-draft-model-path", str(HEAD)]
+                server = _serve(report, f"i-{name}", flags, inner, target=target)
+                outputs = server.generate_all(chats, concurrency=32, max_new_tokens=64)
+                _check_greedy(report, name, expected, outputs, min_success=0.15)
+                _profile(server, f"i-{name}", chats[:4])
+
+
+def _profile(server: Client, name: str, prompts: Sequence[str], num_steps: int = 24) -> None:
+    """What the host and the device do in some steps, as a trace for Chrome's or Perfetto's viewer beside the log."""
+    asked = {
+        "activities": ["CPU", "GPU"],
+        "num_steps": num_steps,
+        "output_dir": str(server.log_path.parent),
+        "profile_prefix": name,
+    }
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/start_profile", asked)
+        server.generate_all(prompts, concurrency=len(prompts), max_new_tokens=4 * num_steps, ignore_eos=True)
+        answer.result()
+
+
 def _serve(
     report: Report,
     name: str,
     flags: Sequence[str],
     stack: contextlib.ExitStack,
     prefill_graphs: bool = False,
+    target: Path = PAIR / "target",
 ) -> Client:
     common = (
         f"{SERVER_FLAGS} --mem-fraction-static 0.3 --max-total-tokens 65536 "
@@ -111,7 +139,7 @@ def _serve(
     log_path = report.path.parent / f"{name}.log"
     log(f"starting {name}: {log_path}")
     server = stack.enter_context(
-        ServerProcess(["--model-path", str(PAIR / "target"), *common.split(), *flags], log_path, start_timeout_s=300)
+        ServerProcess(["--model-path", str(target), *common.split(), *flags], log_path, start_timeout_s=300)
     )
     report.record(f"{name}_start_s", server.start_seconds)
     return Client(server.url, log_path)
@@ -121,9 +149,9 @@ def _prompts() -> list[str]:
     return [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
 
 
-def _generate_expected(plain: Client) -> list[dict]:
+def _generate_expected(plain: Client, prompts: Sequence[str] | None = None) -> list[dict]:
     parameters = {"max_new_tokens": 64, "return_logprob": True, "top_logprobs_num": 2}
-    return plain.generate_all(_prompts(), concurrency=32, **parameters)
+    return plain.generate_all(prompts or _prompts(), concurrency=32, **parameters)
 
 
 def _check_greedy(
@@ -214,43 +242,57 @@ def _check_metrics(report: Report, client, prompts: Sequence[str]) -> None:
     report.expect("rows are at least roots and selected drafts", grown["verified_rows"] >= least, grown["verified_rows"])
 
 
-# -- e: throughput -------------------------------------------------------------------------------------------
+# -- e, h: throughput ----------------------------------------------------------------------------------------
 
 
-def check_throughput(report: Report) -> None:
-    """`tetris-sglang bench` on the inflated pair, one server at a time; it resumes by itself."""
-    if ON_HOST_CUDA:
-        raise RuntimeError("there is no speed on the host")
-    target, draft = inflate_pair()
-    options = (
-        f"--resume --model-path {target} --draft standalone={draft} --dtype bfloat16 --live-servers 1 --repeats 1 "
-        "--arms none,sglang,tetris,auto --k 1,2,3,4,5 --extra 2 --capacity-tokens 64,256 --num-steps 5 --workload questions "
-        "--concurrency 1,4,16,64,256 --temperature 0 --output-len 64 --prompts 8"
-    )
-    _bench(report, report.path.parent / "serving.json", options)
+def find_real_model(report: Report) -> Path | None:
+    """SmolLM2-135M-Instruct; None where it or the prompts cannot be fetched: the other checks do without."""
+    try:
+        read_sharegpt(RESULTS)
+        return ensure_target()
+    except NotFetched as error:
+        report.record("not fetched", str(error))
+        return None
+
+
+def inflate_real_model(target: Path) -> tuple[Path, Path]:
+    """The model and its head at the cost of a larger one (REAL_SHAPE), saying the same: no larger one is in a package."""
+    from inflate_model import ensure_inflated
+
+    started_at = time.monotonic()
+    target, head = (ensure_inflated(folder, REAL_SHAPE, "bfloat16") for folder in (target, HEAD))
+    log(f"inflated models: {time.monotonic() - started_at:.0f} s")
+    return target, head
+
+
+EAGLE3_CHAIN = (
+    "--speculative-algorithm EAGLE3 --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+)
+WHAT_IS_ASKED = (
+    "--workload sharegpt --concurrency 1,4,16,64 --output-len 128 --prompts 16 --waves 2 --repeats 1 --turn-seconds 3"
+)
+
+
+def check_large_model(report: Report) -> None:
+    """`tetris-sglang bench` on the real model at a larger one's cost, three servers of it at a time; it resumes by itself."""
+    if (target := find_real_model(report)) is not None:
+        target, head = inflate_real_model(target)
+        models = f"--model-path {target} --draft eagle3={head} --live-servers 3"
+        _bench(report, report.path.parent / "large.json", f"{models} --arms none,auto,sglang --k 1,3 {WHAT_IS_ASKED}")
 
 
 def check_real_model(report: Report) -> None:
-    """The same on SmolLM2-135M-Instruct and real prompts, with its EAGLE-3 head, where they can be fetched."""
-    if ON_HOST_CUDA:
-        raise RuntimeError("there is no speed on the host")
-    try:
-        ensure_target()
-        read_sharegpt(RESULTS)
-    except NotFetched as error:
-        # A host without a network says nothing about it, and the other stages do without.
-        report.record("not fetched", str(error))
-        return
-    options = (
-        "--resume --dtype bfloat16 --live-servers 1 --repeats 1 --arms none,control,sglang,auto --drafts eagle3,ngram "
-        "--k 1,2,3 --workload sharegpt --concurrency 1,4,16,64 --temperature 0 --output-len 128 --prompts 8"
-    )
-    _bench(report, report.path.parent / "real.json", options)
+    """The same on the model as it is, n-grams included."""
+    if find_real_model(report) is not None:
+        arms = "--arms none,control,auto,sglang --drafts eagle3,ngram --k 1,3 --live-servers 8"
+        _bench(report, report.path.parent / "real.json", f"{arms} {WHAT_IS_ASKED}")
 
 
 def _bench(report: Report, results: Path, options: str) -> None:
+    if ON_HOST_CUDA:
+        raise RuntimeError("there is no speed on the host")
     command = [
-        *(sys.executable, "-m", "tetris_sglang", "bench", *options.split()),
+        *(sys.executable, "-m", "tetris_sglang", "bench", "--resume", "--dtype", "bfloat16", *options.split()),
         *("--out", str(results), "--server-flags", LARGE_FLAGS),
     ]
     finished = run_child([*command, *os.environ.get("GPU_CHECK_BENCH", "").split()], cwd=REPOSITORY)
@@ -276,27 +318,22 @@ def parse_captures(log_text: str) -> list[dict[str, Any]]:
     ]
 
 
-def inflate_pair() -> tuple[Path, Path]:
-    """The tests' pair at a larger model's cost: a GPU host may reach no package index, so no real model is there."""
-    from inflate_model import ensure_inflated
-
-    started_at = time.monotonic()
-    pair = [
-        ensure_inflated(PAIR / name, shape, "bfloat16") for name, shape in (("target", TARGET_SHAPE), ("draft", DRAFT_SHAPE))
-    ]
-    log(f"inflated models: {time.monotonic() - started_at:.0f} s")
-    return tuple(pair)
-
-
 def check_graphs(report: Report) -> None:
-    """Start-up, graph capture and memory of each algorithm on the inflated pair."""
-    target, draft = inflate_pair()
-    arms = {"none": [], "standalone": standalone_flags(draft), "tetris": tetris_flags(draft)}
-    common = ["--model-path", str(target), *LARGE_FLAGS.split(), "--max-running-requests", "256"]
+    """Start-up, graph capture and memory of each algorithm, at a larger model's cost."""
+    if (target := find_real_model(report)) is None:
+        return
+    target, head = inflate_real_model(target)
+    draft = f"--speculative-draft-model-path {head}"
+    arms = {
+        "none": "",
+        "EAGLE3": f"{EAGLE3_CHAIN} {draft}",
+        "TETRIS": f"--speculative-algorithm TETRIS {draft}",
+    }
     for name, flags in arms.items():
         path = report.path.parent / f"f-{name}.log"
         log(f"starting {name}: {path}")
-        server = ServerProcess([*common, *flags], path, start_timeout_s=240)
+        common = ["--model-path", str(target), *LARGE_FLAGS.split(), "--max-running-requests", "64"]
+        server = ServerProcess([*common, *flags.split()], path, start_timeout_s=240)
         try:
             with server:
                 captures = parse_captures(path.read_text(errors="replace"))

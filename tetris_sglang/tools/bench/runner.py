@@ -126,7 +126,7 @@ class Bench:
         servers = [prepare_server(arm, self.models, self.settings, self.folder) for arm in group]
         for server in servers:
             stack.callback(server.process.stop)
-        reasons = start_servers(servers)
+        reasons = start_servers(servers, self.settings)
         for arm, reason in reasons.items():
             self.file.mark_unavailable(arm, reason)
         return {server.arm: server for server in servers if server.arm not in reasons}
@@ -147,7 +147,7 @@ def record_steps(
     record = folder / "steps.trace"
     server = prepare_server(arm, models, settings, folder, ("--speculative-tetris-record", str(record)))
     try:
-        if reasons := start_servers([server]):
+        if reasons := start_servers([server], settings):
             raise RunFailed(reasons[arm])
         largest = max(settings.loads, key=lambda load: load.value)
         for _, outcome in take_turns([Run(server, workload, settings, largest, 0.0, 0)], None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import tempfile
@@ -76,8 +77,10 @@ def prepare_server(arm: Arm, models: Models, settings: Settings, folder: Path, m
     return LiveServer(arm, process, records_folder, is_frozen_between_runs=not settings.one_by_one)
 
 
-def start_servers(servers: Sequence[LiveServer]) -> dict[Arm, str]:
-    """Start all, two at a time, and freeze each once it is warm, unless it stays alone.
+def start_servers(servers: Sequence[LiveServer], settings: Settings) -> dict[Arm, str]:
+    """Start all, a few at a time, and freeze each once it is warm, unless it stays alone.
+
+    Warm is a server that has met every load: kernels are compiled for the batches they first see.
 
     Returns:
         Why an arm is not running, for those that are not.
@@ -87,7 +90,10 @@ def start_servers(servers: Sequence[LiveServer]) -> dict[Arm, str]:
     def warm_up(process: ServerProcess) -> None:
         if refusal := find_refusal(process.log_path.read_text(errors="replace")):
             raise ServerFailed(refusal)
-        generate(process.url, WARM_UP_PROMPTS, concurrency=len(WARM_UP_PROMPTS), max_new_tokens=16)
+        for load in settings.loads:
+            count = max(load.concurrency or 0, len(WARM_UP_PROMPTS))
+            prompts = [f"{number}: {WARM_UP_PROMPTS[number % len(WARM_UP_PROMPTS)]}" for number in range(count)]
+            generate(process.url, prompts, concurrency=count, max_new_tokens=16)
         if process in frozen:
             process.pause()
 
@@ -96,7 +102,7 @@ def start_servers(servers: Sequence[LiveServer]) -> dict[Arm, str]:
     together = [server for server in servers if server.arm.family != "auto"]
     reasons = {}
     for batch in filter(None, (*alone, together)):
-        failures = start_all([server.process for server in batch], warm_up)
+        failures = start_all([server.process for server in batch], warm_up, at_once=max(2, (os.cpu_count() or 1) // 4))
         for server, failure in zip(batch, failures, strict=True):
             if failure is not None:
                 reasons[server.arm] = last_words(str(failure))
