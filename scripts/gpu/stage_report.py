@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tetris_sglang.tools.bench.results import describe_commit
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAIR = REPOSITORY / "tests" / "pair"
 # Slow, and without any speed to measure: a stage takes less there.
@@ -95,9 +97,6 @@ def version(name: str) -> str | None:
 
 
 def collect_provenance() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "-C", str(REPOSITORY), "rev-parse", "--short=12", "HEAD"], check=False, capture_output=True, text=True
-    )  # fmt: skip
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         device = subprocess.run(query, check=False, capture_output=True, text=True).stdout.strip()
@@ -108,6 +107,6 @@ def collect_provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "sglang": version("sglang"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": describe_commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
