@@ -154,7 +154,7 @@ def archive(out: Path) -> None:
     partial = Path(folder) / ".partial.tar.gz"
     with tarfile.open(partial, "w:gz", compresslevel=3) as tar:
         for path in sorted(out.iterdir()):
-            if path.suffix in (".json", ".log", ".md", ".gz"):
+            if path.suffix in (".json", ".log", ".md"):
                 tar.add(path, path.name)
     partial.replace(Path(folder) / "gpu-check.tar.gz")
 

@@ -295,10 +295,12 @@ WHAT_IS_ASKED = (
 
 
 def check_large_model(report: Report) -> None:
-    """`tetris-sglang bench` on the real model at a larger one's cost, three servers of it at a time; it resumes by itself."""
+    """`tetris-sglang bench` on the real model at a larger one's cost; it resumes by itself."""
     if (target := find_real_model(report)) is not None:
         target, head = inflate_real_model(target)
-        models = f"--model-path {target} --draft eagle3={head} --live-servers 3"
+        # One takes 24 GB.
+        live_servers = 4 if (read_device_memory("total") or 0) > 96 << 10 else 3
+        models = f"--model-path {target} --draft eagle3={head} --live-servers {live_servers}"
         _bench(report, report.path.parent / "large.json", f"{models} --arms none,auto,sglang --k 1,3 {WHAT_IS_ASKED}")
 
 
@@ -365,9 +367,9 @@ def check_graphs(report: Report) -> None:
             report.expect(f"{name} starts", False, str(error)[-500:])
 
 
-def read_device_memory() -> int | None:
-    """MiB in use on the device."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+def read_device_memory(which: str = "used") -> int | None:
+    """MiB on the device: those in use, or the total."""
+    command = ["nvidia-smi", f"--query-gpu=memory.{which}", "--format=csv,noheader,nounits"]
     try:
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0])
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
