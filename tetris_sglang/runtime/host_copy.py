@@ -16,6 +16,13 @@ def send(values: Sequence[float] | Tensor, device: torch.device | str) -> Tensor
     return tensor.to(device, non_blocking=True)
 
 
+def know_lengths(batch) -> None:
+    """Let the host have a ScheduleBatch's lengths, for attention that it plans; waits for the device unless it knows them."""
+    if batch.seq_lens_cpu is None:
+        batch.seq_lens_cpu = batch.seq_lens.cpu()
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+
+
 class HostCopy:
     """Tensors on their way to the host. On the CPU they are there, and are not copied."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tetris_sglang.drafting import Grid, TreeShape, ancestor_mask
 from tetris_sglang.packing import AcceptedTokens, PackedTokens
+from tetris_sglang.runtime.host_copy import know_lengths
 from tetris_sglang.runtime.kv_moves import move_kv
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.request_texts import RequestTexts
@@ -152,6 +153,9 @@ def forward_target(
         width = int(packed.verify_lens.max())  # nobody waits for it there
     elif max_drafts is not None and grid.shape is None:
         width = max_drafts + 1
+    has_graph = graph_tier(target_worker, len(packed.verify_lens), len(packed.input_ids)) is not None
+    if not has_graph and getattr(target_worker.model_runner.attn_backend, "plans_eager_passes_on_host", False):
+        know_lengths(batch)
     batch.input_ids = packed.input_ids
     batch.out_cache_loc = packed.slots
     batch.forward_mode = ForwardMode.TARGET_VERIFY

@@ -89,14 +89,8 @@ class TetrisWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        worker = self._draft_worker
-        if worker is None:
-            return super().spec_v2_attn_backends
-        return (
-            self._target_worker.model_runner.attn_backend,
-            worker.draft_attn_backend,
-            worker.draft_extend_attn_backend or worker.draft_runner.attn_backend,
-        )
+        """Those for which SGLang keeps lengths on the host; the draft asks for them itself where its are (`know_lengths`)."""
+        return (self._target_worker.model_runner.attn_backend,)
 
     def alloc_memory_pool(self, **pools) -> None:
         """The pools are there: all that keeps something for every request is made."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, PrefillMetadata
-from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_spec
 from torch import Tensor
 
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.runtime.cuda.verify_plan import VerifyPlan
+from tetris_sglang.runtime.cuda.verify_plan import VerifyPlan, make_plan
 from tetris_sglang.runtime.drafts.spec import count_children
 
 
@@ -19,6 +19,8 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
     Without a graph the pass is planned by upstream from the lengths in `TetrisVerifyInput`.
     """
 
+    plans_eager_passes_on_host = True
+
     def __init__(self, model_runner, config: TetrisConfig, **options) -> None:
         super().__init__(model_runner, **options)
         if self.dispatch_reason is not None or self.prefill_backend != "fa2":
@@ -27,60 +29,69 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
                 f"model or device uses {self.dispatch_reason or self.prefill_backend}. Use --attention-backend fa3."
             )
         self.supports_ragged_verify_graph = config.verify_plan != "eager"
-        self._on_device = config.verify_plan == "device"
+        self._on_device = config.verify_plan == "device" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
         self._verify_plans: dict[int, VerifyPlan] = {}
         """By token tier."""
         self._width = get_spec().speculative_num_draft_tokens
         self._drafts_combs = count_children(get_spec().speculative_num_steps, self._width) > 1
         self._packed_mask: Tensor | None = None
         """Shared by all tiers: one pass runs at a time."""
+        self._ancestors: Tensor | None = None
+        """[requests, width, width] bool, of the trees last verified; a root is its own ancestor. Graphs read it."""
+
+    @property
+    def needs_cpu_seq_lens(self) -> bool:
+        """Whether SGLang has to wait for the lengths of the step before; an eager pass reads them itself."""
+        return not self._on_device
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
-        spec_info = forward_batch.spec_info
-        layout = None if spec_info is None else spec_info.ragged_verify_layout
-        if layout is None or not forward_batch.forward_mode.is_target_verify():
+        if not _is_ragged(forward_batch):
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
             return
-        tier = layout.graph_num_tokens
+        spec_info = forward_batch.spec_info
+        tier = spec_info.ragged_verify_layout.graph_num_tokens
         if in_capture:
-            plan = self._verify_plans[tier] = self._make_plan(forward_batch.batch_size, tier)
-        else:
-            plan = self._verify_plans[tier]
-        plan.set_lengths(layout.verify_lens, forward_batch.seq_lens)
-        if self._drafts_combs:
-            mask = spec_info.custom_mask
-            if mask is None:  # in capture
-                mask = torch.zeros(0, dtype=torch.bool, device=self.workspace_buffer.device)
-            plan.set_trees(mask.view(-1, self._width, self._width))
-        self.kv_index_translator.pack_read_stream(
-            forward_batch.kv_loc_plan,
-            # The plan's last slot reads as all padding does.
-            req_pool_indices=torch.nn.functional.pad(forward_batch.req_pool_indices, (0, 1)),
-            seq_lens=plan.kv_lens,
-            indptr=plan.kv_indptr,
-            out=self.cuda_graph_kv_indices[0],
-            kind=IdSpaceKind.FULL,
-            num_token_blocks=None,
-            kv_lens_sum=None if forward_batch.seq_lens_sum is None else forward_batch.seq_lens_sum + tier,
-        )
+            self._verify_plans[tier] = self._make_plan(forward_batch.batch_size, tier)
+        plan = self._verify_plans[tier]
+        if spec_info.custom_mask is not None:
+            ancestors = spec_info.custom_mask.view(-1, self._width, self._width)
+            self._ancestors[: len(ancestors)] = ancestors
         if in_capture:
+            self._lay_out(plan, forward_batch)
             plan.capture()
             self.forward_metadata = PrefillMetadata([plan.wrapper], use_ragged=False, extend_no_prefix=False)
-        else:
+        elif not plan.on_device:
+            self._lay_out(plan, forward_batch)
             plan.replan()
 
+    def init_forward_metadata_in_graph(self, forward_batch) -> None:
+        super().init_forward_metadata_in_graph(forward_batch)
+        if _is_ragged(forward_batch):
+            plan = self._verify_plans[forward_batch.spec_info.ragged_verify_layout.graph_num_tokens]
+            if plan.on_device:
+                self._lay_out(plan, forward_batch)
+                plan.replan()
+
+    def _lay_out(self, plan: VerifyPlan, forward_batch) -> None:
+        """The lengths, masks and KV indices of a pass."""
+        plan.set_lengths(forward_batch.spec_info.ragged_verify_layout.verify_lens, forward_batch.seq_lens)
+        if self._drafts_combs:
+            plan.set_trees(self._ancestors[: forward_batch.batch_size])
+        kv_lens_sum = None
+        if not plan.on_device and forward_batch.seq_lens_sum is not None:
+            kv_lens_sum = forward_batch.seq_lens_sum + plan.num_rows
+        plan.pack_indices(self.kv_index_translator, forward_batch, kv_lens_sum)
+
     def _make_plan(self, num_requests: int, num_rows: int) -> VerifyPlan:
-        updater = self.indices_updater_prefill
-        return VerifyPlan(
-            self.workspace_buffer,
+        if self._drafts_combs and self._ancestors is None:
+            # Upstream captures the largest tier first.
+            shape = num_requests, self._width, self._width
+            self._ancestors = torch.ones(shape, dtype=torch.bool, device=self.workspace_buffer.device).tril_()
+        return make_plan(
+            self,
             self.cuda_graph_kv_indices[0],
-            num_requests=num_requests,
-            num_rows=num_rows,
-            num_qo_heads=updater.num_qo_heads,
-            num_kv_heads=updater.num_kv_heads,
-            head_dim=updater.head_dim,
-            q_dtype=updater.q_data_type,
-            kv_dtype=updater.data_type,
+            num_requests,
+            num_rows,
             on_device=self._on_device,
             packed_mask=self._mask_buffer(num_requests, num_rows) if self._drafts_combs else None,
         )
@@ -91,3 +102,10 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
         if self._packed_mask is None or self._packed_mask.shape[0] < num_bytes:
             self._packed_mask = torch.zeros(num_bytes, dtype=torch.uint8, device=self.workspace_buffer.device)
         return self._packed_mask
+
+
+def _is_ragged(forward_batch) -> bool:
+    spec_info = forward_batch.spec_info
+    return (
+        forward_batch.forward_mode.is_target_verify() and spec_info is not None and spec_info.ragged_verify_layout is not None
+    )

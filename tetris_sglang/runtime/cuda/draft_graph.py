@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tetris_sglang.acceptance import RequestNoise
 from tetris_sglang.drafting import Proposal, TreeShape
+from tetris_sglang.runtime.cuda.draft_attention import DraftAttention, plans_on_device
 from tetris_sglang.runtime.drafts.dflash import BlockPasses, make_block_input
 from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.windows import Window, make_window_input
@@ -70,7 +71,14 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         """The captured batches by size: the window's pass and the others (of a block: itself). They view the static buffers."""
         self._parts: tuple[str, ...] = ()
         """Of a proposal, in the order of a graph's outputs."""
+        self._attention: dict[int, DraftAttention] = {}
+        """By batch size, where the graphs plan their attention."""
+        self.plans_on_device = self._can_plan_on_device()
         super().__init__(passes.worker)
+
+    def _can_plan_on_device(self) -> bool:
+        target = self._passes.worker.target_worker.model_runner
+        return plans_on_device(target.attn_backend, self._passes.runner.attn_backend)
 
     def can_run(self, batch_size: int) -> bool:
         return batch_size <= self.max_bs
@@ -102,8 +110,14 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
 
     def capture_one_shape(self, size: int, forward, *_, **__) -> None:
         first, rest = self._batches[size] = self._make_batches(size)
-        # Once for all depths: every graph reads what a replay plans.
-        self._plan(first, rest, in_capture=True)
+        # Once for all depths: every graph reads, or rewrites, the same plan.
+        if self.plans_on_device:
+            self._attention[size] = DraftAttention(self._window_backend, size, self._width)
+            self._attention[size].capture(first)
+            first.mark_forward_metadata_ready()
+            rest.mark_forward_metadata_ready()
+        else:
+            self._plan(first, rest, in_capture=True)
         for depth in reversed(self.depths):
             with forward_context(ForwardContext(attn_backend=self.draft_attn_backend), forward_batch=rest):
                 self.backend.capture_one(
@@ -138,6 +152,11 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         return (*parts.values(), *(proposal.shape or ()))
 
     def _forward(self, forward_batch: ForwardBatch, backend):
+        if self.plans_on_device:
+            is_window = backend is self._window_backend
+            number = 0 if is_window else 1 + self.draft_attn_backend.attn_backends.index(backend)
+            backend = self._attention[forward_batch.batch_size].plan(number, forward_batch)
+            return self._passes.forward(forward_batch, backend)
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch):
             backend.init_forward_metadata_in_graph(forward_batch)
         return self._passes.forward(forward_batch, backend)
@@ -208,8 +227,7 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         """Draft with the graph of the next captured batch size.
 
         Args:
-            seq_lens: [batch], tokens with target KV, and the same on the host if it has it (some attention backends do
-                without).
+            seq_lens: [batch], tokens with target KV, and the same on the host where attention is planned there.
             req_pool_indices: [batch]. noise: [batch]; None: all requests are greedy.
             depth: one of `depths`.
         Returns:
@@ -233,17 +251,24 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             self._seeds[:batch_size] = noise.seeds
             self._scales[:batch_size] = noise.scales
         first, rest = self._batches[size]
-        if seq_lens_cpu is not None:
-            self._draft_lens_cpu[:batch_size] = seq_lens_cpu + extra
-        for planned in (first, rest):
-            planned.seq_lens_cpu = None if seq_lens_cpu is None else self._draft_lens_cpu[:size]
-            planned.seq_lens_sum = None if seq_lens_cpu is None else int(self._draft_lens_cpu[:size].sum())
-        rest.positions = self._draft_lens[:size]
-        self._plan(first, rest if depth > 1 else None)
+        if not self.plans_on_device:
+            self._plan_from_host(first, rest if depth > 1 else None, seq_lens_cpu, size)
         outputs = self._replay_graph(self._key(size, depth), rest)
         outputs = [output[:batch_size].clone() for output in outputs]
         parts, shape = outputs[: len(self._parts)], outputs[len(self._parts) :]
         return Proposal(**dict(zip(self._parts, parts, strict=True)), shape=TreeShape(*shape) if shape else None)
+
+    def _plan_from_host(self, first: ForwardBatch, rest: ForwardBatch | None, seq_lens_cpu: Tensor | None, size: int) -> None:
+        """`seq_lens_cpu` as in `replay`."""
+        if seq_lens_cpu is not None:
+            self._draft_lens_cpu[: len(seq_lens_cpu)] = seq_lens_cpu + 1 - self._spec.shift
+        for planned in filter(None, (first, rest)):
+            planned.seq_lens_cpu = None if seq_lens_cpu is None else self._draft_lens_cpu[:size]
+            planned.seq_lens_sum = None if seq_lens_cpu is None else int(self._draft_lens_cpu[:size].sum())
+        if rest is not None:
+            # FlashInfer's planner reads the lengths from here; the passes put their positions there.
+            rest.positions = self._draft_lens[:size]
+        self._plan(first, rest)
 
     def _fill(self, size: int, start: int) -> None:
         """Let the slots from `start` on be harmless: request row 0, whose KV slots are all the padding slot 0."""
@@ -265,6 +290,9 @@ class BlockGraphs(DraftGraphs):
 
     def __init__(self, passes: BlockPasses) -> None:
         super().__init__(passes, passes.depths)
+
+    def _can_plan_on_device(self) -> bool:
+        return False
 
     def _make_batches(self, size: int) -> tuple[ForwardBatch, ForwardBatch]:
         buffers, device, rows = self.buffers, self.device, self._width * size

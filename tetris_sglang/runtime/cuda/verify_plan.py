@@ -1,10 +1,12 @@
-"""One FlashInfer plan per captured shape of the verify pass, remade before every replay.
+"""One FlashInfer plan per captured shape of a pass, remade for every replay.
 
 A captured verify pass has a fixed number of query rows (SGLang's token tier) and of requests (its slots), while the rows of
-each request and the lengths of its keys and values change every step. Two ways to follow them:
+each request and the lengths of its keys and values change every step. So it is with the draft's passes, but for the rows. Two
+ways to follow them:
 
 - `host`: read the lengths back and let FlashInfer plan. Waits for everything queued on the device, drafting included.
-- `device`: rewrite the plan's arrays from the lengths on the device (kernels/attention_plan.py). No wait.
+- `device`: rewrite the plan's arrays from the lengths on the device (kernels/attention_plan.py), inside the graph. No wait,
+  and no launch from the host.
 
 At capture the device's plan is compared with FlashInfer's own; where they differ, `host` is used and the log says so.
 """
@@ -16,12 +18,30 @@ import logging
 import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
+from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 from torch import Tensor
 
 from tetris_sglang.kernels.attention_plan import PlanLayout, max_work_items, plan_prefill
 from tetris_sglang.kernels.tree_mask import pack_tree_mask
 
 logger = logging.getLogger(__name__)
+
+
+def make_plan(backend, kv_indices: Tensor, num_requests: int, num_rows: int, **options) -> VerifyPlan:
+    """With the workspace and the geometry of one of SGLang's FlashInfer backends; for the others see `VerifyPlan`."""
+    updater = backend.indices_updater_prefill
+    return VerifyPlan(
+        backend.workspace_buffer,
+        kv_indices,
+        num_requests=num_requests,
+        num_rows=num_rows,
+        num_qo_heads=updater.num_qo_heads,
+        num_kv_heads=updater.num_kv_heads,
+        head_dim=updater.head_dim,
+        q_dtype=updater.q_data_type,
+        kv_dtype=updater.data_type,
+        **options,
+    )
 
 
 class VerifyPlan:
@@ -105,6 +125,26 @@ class VerifyPlan:
         lengths[batch : batch + 1] = surplus
         torch.cumsum(rows, 0, dtype=torch.int32, out=self.qo_indptr[1:])
         torch.cumsum(lengths, 0, dtype=torch.int32, out=self.kv_indptr[1:])
+
+    def pack_indices(self, translator, forward_batch, kv_lens_sum: int | None = None) -> None:
+        """Fill the KV indices for the lengths last set.
+
+        Args:
+            translator: SGLang's KVIndexTranslator. forward_batch: gives the requests' rows.
+            kv_lens_sum: at least the sum of the lengths, if the host knows.
+        Sync: none.
+        """
+        translator.pack_read_stream(
+            forward_batch.kv_loc_plan,
+            # The last slot reads as all padding does.
+            req_pool_indices=torch.nn.functional.pad(forward_batch.req_pool_indices, (0, 1)),
+            seq_lens=self.kv_lens,
+            indptr=self.kv_indptr,
+            out=self._kv_indices,
+            kind=IdSpaceKind.FULL,
+            num_token_blocks=None,
+            kv_lens_sum=kv_lens_sum,
+        )
 
     def set_trees(self, ancestors: Tensor) -> None:
         """Write the mask of the lengths last set.

@@ -38,6 +38,7 @@ class DraftKV(ABC):
         """
         if not self.missed.num_tokens(batch):
             return window
+        self._passes.know_lengths(batch)
         left, window = slide_window(window, self.missed.take(batch))
         states = left.hidden_states
         states = None if states is None else align_right(states, left.counts)

@@ -197,6 +197,9 @@ class ModelDraft:
     def _run_passes(self, batch, depth: int) -> Proposal:
         window = self._kv.catch_up(batch, self._read_window(batch, batch.spec_info))
         noise = self._acceptance.draft_noise(batch)
-        if self._graphs is not None and self._graphs.can_run(len(batch.reqs)):
+        has_graph = self._graphs is not None and self._graphs.can_run(len(batch.reqs))
+        if not has_graph or not self._graphs.plans_on_device:
+            self._passes.know_lengths(batch)
+        if has_graph:
             return self._graphs.replay(window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth)
         return self._passes.propose(batch, window, noise, depth)

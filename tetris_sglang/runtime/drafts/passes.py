@@ -17,6 +17,7 @@ from tetris_sglang.drafting import ChainGrower, CombGrower, Grower, Proposal
 from tetris_sglang.drafting.vocabulary import VocabularyMap
 from tetris_sglang.runtime.drafts.spec import DraftSpec
 from tetris_sglang.runtime.drafts.windows import Window, make_window_input, narrow_window
+from tetris_sglang.runtime.host_copy import know_lengths
 from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.texts import Calibrate, Match
 
@@ -64,6 +65,12 @@ class DraftPasses:
     def depths(self) -> Sequence[int]:
         """See `Draft`."""
         return range(1, self.spec.num_steps + 1)
+
+    def know_lengths(self, batch) -> None:
+        """Let the host have the batch's lengths, if it plans the draft's passes."""
+        backends = self.runner.attn_backend, self.worker.draft_attn_backend
+        if any(backend is not None and getattr(backend, "needs_cpu_seq_lens", True) for backend in backends):
+            know_lengths(batch)
 
     def propose(self, batch, window: Window, noise: RequestNoise | None, depth: int) -> Proposal:
         """Plan and run a step's passes.
