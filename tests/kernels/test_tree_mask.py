@@ -23,6 +23,11 @@ def indptr(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
+def pack(ancestors: torch.Tensor, rows: list[int], kv_lens: list[int], packed: torch.Tensor) -> None:
+    starts = indptr([-(-n * length // 8) for n, length in zip(rows, kv_lens, strict=True)])
+    pack_tree_mask(ancestors.to(DEVICE), indptr(rows), indptr(kv_lens), packed, starts)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_trees(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -36,10 +41,7 @@ def test_random_trees(seed):
     kv_lens = [n + draw(0, 10 ** draw(0, 3)) for n in rows[:batch]] + rows[batch:]
     expected = pack_tree_mask_reference(ancestors, rows, kv_lens)
     packed = torch.full((len(expected) + 9,), 0xCD, dtype=torch.uint8, device=DEVICE)
-    starts = torch.zeros(len(rows) + 1, dtype=torch.int32, device=DEVICE)
-    pack_tree_mask(ancestors.to(DEVICE), indptr(rows), indptr(kv_lens), packed, starts)
-    sizes = [-(-n * length // 8) for n, length in zip(rows, kv_lens, strict=True)]
-    assert starts.tolist() == [0, *accumulate(sizes)]
+    pack(ancestors, rows, kv_lens, packed)
     assert packed.tolist() == expected + [0xCD] * 9
 
 
@@ -47,8 +49,7 @@ def test_a_tree_read_aloud():
     """Root, its children a and b, and a's child c: c sees the root, a and itself, not b."""
     ancestors = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]], dtype=torch.bool)
     packed = torch.zeros(3, dtype=torch.uint8, device=DEVICE)
-    starts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    pack_tree_mask(ancestors.to(DEVICE), indptr([4]), indptr([6]), packed, starts)
+    pack(ancestors, [4], [6], packed)
     bits = [packed[i // 8].item() >> (i % 8) & 1 for i in range(24)]
     rows = ["".join(map(str, bits[start : start + 6])) for start in range(0, 24, 6)]
     assert rows == ["111000", "111100", "111010", "111101"]
@@ -58,8 +59,7 @@ def test_a_chain_is_causal():
     width = 5
     ancestors = torch.ones(1, width, width, dtype=torch.bool).tril()
     packed = torch.zeros(40, dtype=torch.uint8, device=DEVICE)
-    starts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    pack_tree_mask(ancestors.to(DEVICE), indptr([3]), indptr([20]), packed, starts)
+    pack(ancestors, [3], [20], packed)
     bits = [packed[i // 8].item() >> (i % 8) & 1 for i in range(60)]
     assert bits == [int(key <= 17 + row) for row in range(3) for key in range(20)]
 

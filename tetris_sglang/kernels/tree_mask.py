@@ -27,7 +27,7 @@ def pack_tree_mask(ancestors: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, pack
             Requests from `batch` on are padding: each of their rows sees every key.
         packed: [bytes] uint8, written; at least sum(ceil(rows * kv_len / 8)) (not checked: that would need a sync; what
             lies beyond is left out).
-        mask_indptr: [requests + 1] int32, written: where each request's bytes begin.
+        mask_indptr: [requests + 1] int32, where each request's bytes begin (`lay_out_rows`).
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     Sync: none; CUDA-graph safe.
@@ -44,9 +44,6 @@ def pack_tree_mask(ancestors: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, pack
         check_tensor(name, tensor, (requests + 1,), INT32, ancestors)
     check_tensor("packed", packed, (packed.shape[0],), (torch.uint8,), ancestors)
 
-    num_bytes = (qo_indptr.diff() * kv_indptr.diff() + 7) // 8
-    mask_indptr[:1].zero_()
-    torch.cumsum(num_bytes, 0, dtype=torch.int32, out=mask_indptr[1:])
     tree_mask_kernel[(requests, _STRIPES)](
         ancestors.view(torch.uint8),
         qo_indptr,

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import torch
+
 
 def load() -> None:
     """SGLang calls this in every process of a server."""
@@ -27,6 +29,7 @@ def install() -> None:
     from host_cuda.streams import ARE_CHECKED, take_over_streams
     from host_cuda.triton_kernels import take_over_triton
 
+    torch.cuda._sleep = lambda cycles: None  # nothing is computed by it
     listen()
     take_over_graphs()
     take_over_triton()

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 from torch import Tensor
 
 from tetris_sglang.kernels.attention_plan import PlanLayout, max_work_items, plan_prefill
+from tetris_sglang.kernels.row_layout import lay_out_rows
 from tetris_sglang.kernels.tree_mask import pack_tree_mask
 
 logger = logging.getLogger(__name__)
@@ -111,20 +112,12 @@ class VerifyPlan:
 
         Args:
             verify_lens: [batch] int32, sum <= num_rows; batch <= num_requests.
-            seq_lens: [batch or more] integers, tokens with key-value cache before this pass.
+            seq_lens: [batch or more] integers, tokens with key-value cache before these rows.
         Sync: none.
         """
-        batch = verify_lens.shape[0]
-        rows = torch.zeros(self.num_slots, dtype=torch.int32, device=verify_lens.device)
-        rows[:batch] = verify_lens
-        lengths = rows.to(torch.int64)
-        lengths[:batch] += seq_lens[:batch]
-        # Their outputs go nowhere, but must be finite: they pass through the same cache slot 0 as all padding.
-        surplus = self.num_rows - verify_lens.sum(dtype=torch.int32)
-        rows[batch : batch + 1] = surplus
-        lengths[batch : batch + 1] = surplus
-        torch.cumsum(rows, 0, dtype=torch.int32, out=self.qo_indptr[1:])
-        torch.cumsum(lengths, 0, dtype=torch.int32, out=self.kv_indptr[1:])
+        # The outputs of rows that no request has go nowhere, but must be finite: they pass through cache slot 0 as all padding.
+        mask_indptr = None if self._packed_mask is None else self._mask_indptr
+        lay_out_rows(verify_lens, seq_lens, self.num_rows, self.qo_indptr, self.kv_indptr, mask_indptr)
 
     def pack_indices(self, translator, forward_batch, kv_lens_sum: int | None = None) -> None:
         """Fill the KV indices for the lengths last set.
