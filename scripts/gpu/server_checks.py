@@ -98,7 +98,10 @@ def check_real_text(report: Report) -> None:
         return
     chats = render_chats(target, [p.text for p in read_sharegpt(RESULTS) if len(p.text) <= MAX_CHARS][:96])
     draft = ["--speculative-draft-model-path", str(HEAD)]
-    flags = {"plain": [], "EAGLE3": [*EAGLE3_CHAIN.split(), *draft], "TETRIS": ["--speculative-algorithm", "TETRIS", *draft]}
+    # At equal chains, then as it is by default.
+    fixed = EAGLE3_CHAIN.replace("EAGLE3", "TETRIS") + " --speculative-tetris-capacity-per-request 3"
+    flags = {"EAGLE3": EAGLE3_CHAIN, "TETRIS-fixed": fixed, "TETRIS": "--speculative-algorithm TETRIS"}
+    flags = {"plain": [], **{name: [*own.split(), *draft] for name, own in flags.items()}}
     processes = {name: _prepare(report, f"i-{name}", own, target=target) for name, own in flags.items()}
     with contextlib.ExitStack() as stack:
         for process in processes.values():
@@ -109,8 +112,10 @@ def check_real_text(report: Report) -> None:
             if not report.expect(f"{name} starts", failure is None, failure or ""):
                 return
         expected = _generate_expected(servers["plain"], chats)
-        for name in ("EAGLE3", "TETRIS"):
+        for name in flags.keys() - {"plain"}:
             outputs = servers[name].generate_all(chats, concurrency=32, max_new_tokens=64)
+            steps = sum(output["meta_info"]["spec_verify_ct"] for output in outputs)
+            report.record(f"{name}_tokens_per_step", sum(o["meta_info"]["completion_tokens"] for o in outputs) / steps)
             _check_greedy(report, name, expected, outputs, min_success=None)
         for concurrency in (1, 4, 16):
             for name, server in servers.items():
@@ -120,8 +125,8 @@ def check_real_text(report: Report) -> None:
                 tokens_per_s = 256 * concurrency / (time.monotonic() - started_at)
                 report.record(f"{name}_tokens_per_s_at_{concurrency}", round(tokens_per_s, 1))
         for concurrency in (1, 16):
-            for name, server in servers.items():
-                _profile(server, f"i-{name}-{concurrency}", chats[:concurrency])
+            for name in ("TETRIS-fixed", "TETRIS"):
+                _profile(servers[name], f"i-{name}-{concurrency}", chats[:concurrency])
         # Whether it drafts is its own choice.
         report.record("tetris_state", servers["TETRIS"].tetris_state())
         report.record("pass_times", [json.loads(path.read_text()) for path in (cache_folder() / "pass_times").glob("*.json")])
@@ -301,7 +306,11 @@ def check_large_model(report: Report) -> None:
         # One takes 24 GB.
         live_servers = 4 if (read_device_memory("total") or 0) > 96 << 10 else 3
         models = f"--model-path {target} --draft eagle3={head} --live-servers {live_servers}"
-        _bench(report, report.path.parent / "large.json", f"{models} --arms none,auto,sglang --k 1,3 {WHAT_IS_ASKED}")
+        _bench(
+            report,
+            report.path.parent / "large.json",
+            f"{models} --arms none,auto,sglang,tetris --k 3 --extra 1 --capacity-tokens none {WHAT_IS_ASKED}",
+        )
 
 
 def check_real_model(report: Report) -> None:
