@@ -39,6 +39,7 @@ QUESTIONS = {
     "acceptance": "How far is each rule of acceptance from what is possible?",
     "simulation": "Does the simulator predict what servers do?",
     "models": "Which families of models have been served, and which are refused?",
+    "gpu": "On a GPU: is it faster on real text, at the cost of an 8B model?",
     "kernels": "What do the small steps of TETRIS cost?",
 }
 """Folder -> what it answers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,10 @@ class TimedStep(NamedTuple):
     seconds: float
 
 
+STEPS_THAT_COMPILE = 2
+"""The first steps of a kind that are not timed on CUDA: kernels are compiled in them, which takes hundreds of plain steps."""
+
+
 class StepClock:
     """Times steps from one's beginning to the next one's, with all that the scheduler does in between.
 
@@ -24,10 +28,12 @@ class StepClock:
 
     Args:
         on_cuda: whether a step runs on a CUDA stream.
+        num_untimed: the first steps of each depth and of batches about as large that do not count.
     """
 
-    def __init__(self, on_cuda: bool) -> None:
-        self._on_cuda = on_cuda
+    def __init__(self, on_cuda: bool, num_untimed: int = 0) -> None:
+        self._on_cuda, self._num_untimed = on_cuda, num_untimed
+        self._num_seen: Counter[tuple[int, int]] = Counter()
         self._last: tuple[StepShape, float | torch.cuda.Event] | None = None
         self._is_first = True
         self._pending: deque[tuple[StepShape, torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -36,7 +42,7 @@ class StepClock:
         """A step begins. Returns steps whose times have become known."""
         self._began_at = self._now()
         finished = []
-        if self._last is not None and not self._is_first:
+        if self._last is not None and not self._is_first and self._counts(self._last[0]):
             shape, began_at = self._last
             if self._on_cuda:
                 self._pending.append((shape, began_at, self._began_at))
@@ -51,6 +57,11 @@ class StepClock:
     def describe(self, shape: StepShape) -> None:
         """What the step is that has just begun."""
         self._last = (shape, self._began_at)
+
+    def _counts(self, shape: StepShape) -> bool:
+        kind = shape.depth, shape.batch_size.bit_length()
+        self._num_seen[kind] += 1
+        return self._num_seen[kind] > self._num_untimed
 
     def interrupt(self) -> None:
         """Something else runs before the next step."""

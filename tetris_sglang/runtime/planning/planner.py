@@ -16,7 +16,7 @@ from tetris_sglang.capacity import (
 )
 from tetris_sglang.drafting import Proposal
 from tetris_sglang.runtime.host_copy import HostCopy
-from tetris_sglang.runtime.planning.clock import StepClock
+from tetris_sglang.runtime.planning.clock import STEPS_THAT_COMPILE, StepClock
 from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.reports.metrics import StepMetrics
 from tetris_sglang.runtime.requests.weights import Wishes
@@ -45,7 +45,7 @@ class StepPlanner:
 
     def __init__(self, policy: CapacityPolicy, limits: DraftLimits, metrics: StepMetrics, device: str, ranks: Ranks) -> None:
         self.policy, self._limits, self._metrics, self._ranks = policy, limits, metrics, ranks
-        self._clock = StepClock(device == "cuda")
+        self._clock = StepClock(True, STEPS_THAT_COMPILE) if device == "cuda" else StepClock(False)
         self._auto = policy if isinstance(policy, AutoCapacity) else None
         if self._auto is not None:
             self._shares = torch.tensor(self._auto.curves.shares, dtype=torch.float32, device=device)

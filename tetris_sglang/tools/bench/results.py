@@ -144,9 +144,9 @@ def read_gpu_model() -> str | None:
 
 
 def describe_commit(repository: Path = REPOSITORY) -> str:
-    """The commit of the clone that runs. A copy without .git has that of the variable TETRIS_COMMIT, if it is set."""
-    if not (repository / ".git").exists():
-        return os.environ.get("TETRIS_COMMIT", "no clone")
+    """The commit of the clone that runs; of a copy that is no clone, or an old one, what the variable TETRIS_COMMIT says."""
+    if (named := os.environ.get("TETRIS_COMMIT")) or not (repository / ".git").exists():
+        return named or "no clone"
     git = ["git", "-C", str(repository)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True)
