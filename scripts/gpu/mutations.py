@@ -13,6 +13,7 @@ from dry_arms import ARMS, Arm
 
 DRAFT_GRAPHS = ("tetris_sglang.runtime.cuda.draft_graph", "DraftGraphs")
 STREAM = ("torch.cuda.streams", "Stream")
+DRAFT_ATTENTION = ("tetris_sglang.runtime.cuda.draft_attention", "DraftAttention")
 VERIFY_PLAN = ("tetris_sglang.runtime.cuda.verify_plan", "VerifyPlan")
 LANDED = "the dry run's mutation has landed"
 
@@ -76,7 +77,11 @@ MUTATIONS = {
         VERIFY_PLAN, "replan", "self._plan_on_device(self.wrapper._int_workspace_buffer)", "pass", "fixed"
     ),
     "surplus rows belong to the last request": Mutation(
-        VERIFY_PLAN, "set_lengths", "rows[batch : batch + 1] = surplus", "rows[batch - 1 : batch] += surplus", "fixed"
+        VERIFY_PLAN, "set_lengths", "lay_out_rows(verify_lens,",
+        "lay_out_rows(torch.cat((verify_lens[:-1], (self.num_rows - verify_lens[:-1].sum(dtype=torch.int32))[None])),", "fixed",
+    ),
+    "the draft's passes do not see what the one before them wrote": Mutation(
+        DRAFT_ATTENTION, "_lay_out", "forward_batch.seq_lens + (number - 1)", "forward_batch.seq_lens - 1", "perfect"
     ),
     "every node of a comb sees the first": Mutation(
         VERIFY_PLAN, "set_trees", "pack_tree_mask(ancestors,",
