@@ -37,7 +37,7 @@ class Arm:
         plugin: the body of a plugin that bends it.
         must_log: what its log has to say, for else nothing was tested.
         has_streams_checked: whether accesses of several streams are held against an order between them, which takes time.
-        may_wait: whether a step may wait for the device: it plans on the host.
+        may_wait: whether a step may wait for the device: it plans on the host, or nothing overlaps.
         has_twin: whether the CPU platform with these flags must accept no more per step, one request at a time. Automatic
             capacity goes by measured times, which mean nothing here.
     """
@@ -112,13 +112,15 @@ ARMS: Mapping[str, Arm] = {
     "fixed": Arm([*COMMON, *FIXED], (*STANDARD, *OF_TETRIS), has_twin=True),
     "host plan": Arm([*COMMON, *FIXED, "--speculative-tetris-verify-plan", "host"], has_twin=True, may_wait=True),
     "eager": Arm([*COMMON, *FIXED, "--speculative-tetris-verify-plan", "eager"], has_twin=True, may_wait=True),
-    "no overlap": Arm([*COMMON, *FIXED, "--disable-overlap-schedule"]),
+    "no overlap": Arm([*COMMON, *FIXED, "--disable-overlap-schedule"], may_wait=True),
     "auto": Arm([*COMMON, *TETRIS, *_draft("draft")], (*STANDARD, *OF_TETRIS), has_streams_checked=True),
     "switching": Arm([*COMMON, *TETRIS, *_draft("draft")], plugin=SWITCHING_PLANS),
     "comb": Arm([*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True),
     "eagle": Arm([*COMMON, *TETRIS, *_draft("eagle"), *_capacity(2)], has_twin=True),
     "eagle3": Arm([*COMMON, *TETRIS, *_draft("eagle3"), *COMB, *_capacity(3)], has_twin=True, has_streams_checked=True),
-    "dflash": Arm([*COMMON, *TETRIS, *_draft("dflash"), *COMB, *_capacity(3)], has_twin=True, has_streams_checked=True),
+    "dflash": Arm(
+        [*COMMON, *TETRIS, *_draft("dflash"), *COMB, *_capacity(3)], has_twin=True, has_streams_checked=True, may_wait=True
+    ),
     "mtp": Arm([*_serve(MTP_CHECKPOINT), *TETRIS, *_capacity(2)], has_twin=True),
     "ngram": Arm([*COMMON, *TETRIS, *_capacity(2)], has_twin=True),
     # The draft is the target, and all it drafts is verified: a wrong, stale or missing entry of its cache shows as a rejection.
