@@ -135,8 +135,8 @@ ARMS: Mapping[str, Arm] = {
     "heads of 128": Arm([*_serve(TARGET_128), *FIXED]),
     "fa3": Arm([*_serve(TARGET, "fa3"), *FIXED], has_twin=True),
 }  # fmt: skip
-QUICK = {name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False) for name in ("fixed", "eagle3")}
-"""For every change, in two minutes: chains and combs, a model and a head, graphs, plans and masks."""
+QUICK = {name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False) for name in ("eagle3",)}
+"""For every change, in some minutes: a head's combs, graphs, plans and masks."""
 
 
 def prepare(arm: Arm, folder: Path) -> tuple[list[str], dict[str, str]]:
