@@ -175,6 +175,7 @@ rm -rf "$stage"
 sha256sum ./*.tar.xz | tee SHA256SUMS
 packed=$(cat sglang-*.tar.xz | wc -c)
 echo "$out: $((packed / 1000000)) MB without this checkout ($unpacked_mb MB unpacked)"
+[ "$packed" -le "$limit_bytes" ] || { echo "error: more than $((limit_bytes / 1000000)) MB" >&2; exit 1; }
+
 say "the real model and prompts"
 "$python" "$root/scripts/gpu/pack_real_text.py"
-[ "$packed" -le "$limit_bytes" ] || { echo "error: more than $((limit_bytes / 1000000)) MB" >&2; exit 1; }

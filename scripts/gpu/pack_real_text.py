@@ -3,7 +3,7 @@
     python scripts/gpu/pack_real_text.py
 
 install_bundle.sh puts them where `tetris_sglang.tools.fetch` would. Of ShareGPT come the first questions of the split that
-results are made of, each with the beginning of its answer.
+results are made of, each with three dots for its answer.
 """
 
 from __future__ import annotations

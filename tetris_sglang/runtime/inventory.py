@@ -412,7 +412,6 @@ SYMBOLS: tuple[Symbol, ...] = (
         (
             "_rebuild_topk1_chain_buffers",
             "draft_attn_backend",
-            "draft_extend_attn_backend",
             "draft_runner",
             "parallel_layout",
             "req_to_token_pool",
@@ -427,7 +426,6 @@ SYMBOLS: tuple[Symbol, ...] = (
         (
             "_rebuild_topk1_chain_buffers",
             "draft_attn_backend",
-            "draft_extend_attn_backend",
             "draft_runner",
             "hot_token_id",
             "parallel_layout",

@@ -153,8 +153,8 @@ def forward_target(
         width = int(packed.verify_lens.max())  # nobody waits for it there
     elif max_drafts is not None and grid.shape is None:
         width = max_drafts + 1
-    has_graph = graph_tier(target_worker, len(packed.verify_lens), len(packed.input_ids)) is not None
-    if not has_graph and getattr(target_worker.model_runner.attn_backend, "plans_eager_passes_on_host", False):
+    plans_on_host = getattr(target_worker.model_runner.attn_backend, "plans_eager_passes_on_host", False)
+    if plans_on_host and graph_tier(target_worker, len(packed.verify_lens), len(packed.input_ids)) is None:
         know_lengths(batch)
     batch.input_ids = packed.input_ids
     batch.out_cache_loc = packed.slots

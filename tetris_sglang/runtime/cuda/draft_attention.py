@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, PrefillMetadata
-from torch import Tensor
 
 from tetris_sglang.runtime.cuda.attention import TetrisFlashInferBackend
-from tetris_sglang.runtime.cuda.verify_plan import make_plan
+from tetris_sglang.runtime.cuda.verify_plan import VerifyPlan, make_plan
 
 
 def plans_on_device(target_backend, backend) -> bool:
@@ -44,8 +43,8 @@ class DraftAttention:
         Raises:
             RuntimeError: they are not what the device would have planned.
         """
-        for number, plan in enumerate(self._plans):
-            self._lay_out(number, forward_batch)
+        for number in range(len(self._plans)):
+            plan = self._lay_out(number, forward_batch)
             plan.capture()
             if not plan.on_device:
                 raise RuntimeError(
@@ -55,19 +54,20 @@ class DraftAttention:
 
     def plan(self, number: int, forward_batch) -> DraftAttention:
         """Plan the pass with this number, the window's first, in the graph that is being captured; the backend to run it."""
-        which = min(number, 1)
-        self._lay_out(number, forward_batch)
-        self._plans[which].replan()
-        self._backend.forward_metadata = PrefillMetadata([self._plans[which].wrapper], use_ragged=False, extend_no_prefix=False)
+        plan = self._lay_out(number, forward_batch)
+        plan.replan()
+        self._backend.forward_metadata = PrefillMetadata([plan.wrapper], use_ragged=False, extend_no_prefix=False)
         return self
 
-    def _lay_out(self, number: int, forward_batch) -> None:
-        # Passes behind the window's add a key each.
+    def _lay_out(self, number: int, forward_batch) -> VerifyPlan:
+        """The pass's plan, with its lengths and KV indices."""
         which = min(number, 1)
-        num_rows: Tensor = self._num_rows[which]
+        plan, num_rows = self._plans[which], self._num_rows[which]
+        # Passes behind the window's add a key each.
         before = forward_batch.seq_lens + (number - 1) if which else forward_batch.seq_lens - num_rows
-        self._plans[which].set_lengths(num_rows, before)
-        self._plans[which].pack_indices(self._backend.kv_index_translator, forward_batch)
+        plan.set_lengths(num_rows, before)
+        plan.pack_indices(self._backend.kv_index_translator, forward_batch)
+        return plan
 
     def __getattr__(self, name: str):
         return getattr(self._backend, name)

@@ -14,6 +14,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         (
             "cuda_graph_kv_indices",
             "dispatch_reason",
+            "forward_extend",
             "forward_metadata",
             "indices_updater_prefill",
             "init_cuda_graph_state",
@@ -21,12 +22,13 @@ SYMBOLS: tuple[Symbol, ...] = (
             "init_forward_metadata_in_graph",
             "init_forward_metadata_out_graph",
             "kv_index_translator",
+            "needs_cpu_seq_lens",
             "use_paged",
             "prefill_backend",
             "supports_ragged_verify_graph",
             "workspace_buffer",
         ),
-        "the target's attention; the subclass plans captured ragged passes",
+        "the target's attention and the draft's; the subclass plans captured ragged passes",
     ),
     Symbol(
         _SRT + "layers.attention.flashinfer_backend.FlashInferAttnBackend.__init__",

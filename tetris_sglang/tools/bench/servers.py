@@ -90,8 +90,7 @@ def start_servers(servers: Sequence[LiveServer], settings: Settings) -> dict[Arm
     def warm_up(process: ServerProcess) -> None:
         if refusal := find_refusal(process.log_path.read_text(errors="replace")):
             raise ServerFailed(refusal)
-        for load in settings.loads:
-            count = max(load.concurrency or 0, len(WARM_UP_PROMPTS))
+        for count in sorted({max(load.concurrency or 0, len(WARM_UP_PROMPTS)) for load in settings.loads}):
             prompts = [f"{number}: {WARM_UP_PROMPTS[number % len(WARM_UP_PROMPTS)]}" for number in range(count)]
             generate(process.url, prompts, concurrency=count, max_new_tokens=16)
         if process in frozen:
