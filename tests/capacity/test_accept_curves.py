@@ -33,6 +33,16 @@ def test_curves_of_trees_count_nodes_by_their_own_depth():
     assert torch.allclose(curves, torch.tensor([[0, 0, 0], [0.7, 0.9, 0.9], [0.7, 1.2, 1.4], [0.7, 1.2, 1.5]]))
 
 
+def test_rows_that_only_fill_a_graph_count_for_nothing():
+    generator = torch.Generator().manual_seed(0)
+    survival, depths = torch.rand(5, 6, generator=generator), torch.randint(1, 4, (5, 6), generator=generator)
+    shares = torch.tensor([0.0, 0.25, 1.0, 2.5, 6.0])
+    is_real = torch.tensor([True, False, True, True, False])
+    expected = measure_curves(survival[is_real], depths[is_real], 3, shares)
+    torch.testing.assert_close(measure_curves(survival, depths, 3, shares, is_real), expected)
+    assert measure_curves(survival, depths, 3, shares, torch.zeros(5, dtype=torch.bool)).eq(0).all()
+
+
 def test_a_shallow_step_says_little_about_deep_ones():
     curves = AcceptCurves(4, capacity_shares(4))
     full = np.array([[min(c, d) * 0.5 for c in curves.shares] for d in range(5)])

@@ -40,13 +40,20 @@ class Server:
     """Steps with true times unlike the seeds, and drafts with the given mean probability per token.
 
     honesty: accepted drafts per expected one. has_luck: what is accepted is drawn, else what is expected is. catch_up_s: what
-    the draft takes for each token that plain steps emitted, before it drafts again.
+    the draft takes for each token that plain steps emitted, before it drafts again. paused_share: of the steps, those in which
+    the process is stopped for seconds.
     """
 
     def __init__(
-        self, draft_quality: float, honesty: float = 1.0, has_luck: bool = False, seed: int = 0, catch_up_s: float = 0.0
+        self,
+        draft_quality: float,
+        honesty: float = 1.0,
+        has_luck: bool = False,
+        seed: int = 0,
+        catch_up_s: float = 0.0,
+        paused_share: float = 0.0,
     ) -> None:
-        self._catch_up_s, self._num_unread = catch_up_s, 0
+        self._catch_up_s, self._num_unread, self._paused_share = catch_up_s, 0, paused_share
         self._quality, self._honesty, self._has_luck = draft_quality, honesty, has_luck
         self._slowness, self._noise = 1.25, 0.05
         self._random = np.random.default_rng(seed)
@@ -90,7 +97,8 @@ class Server:
                 self._num_unread += batch_size
             tokens, total_s = tokens + batch_size + accepted, total_s + seconds
             if isinstance(policy, AutoCapacity):
-                policy.observe_time(shape, seconds * np.exp(self._noise * self._random.normal()))
+                pause_s = 3.0 if self._paused_share and self._random.random() < self._paused_share else 0.0
+                policy.observe_time(shape, seconds * np.exp(self._noise * self._random.normal()) + pause_s)
         return tokens / total_s, plans
 
 
@@ -147,6 +155,15 @@ def test_is_about_as_fast_as_the_best_fixed_setting(draft_quality, batch_size):
     server, policy, best = Server(draft_quality), make_auto(), best_fixed(draft_quality, batch_size)
     assert server.run(policy, [batch_size] * 300)[0] > 0.9 * best
     assert server.run(policy, [batch_size] * 1200)[0] > 0.96 * best
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+def test_a_process_that_is_stopped_now_and_then_goes_on_speculating(batch_size):
+    """What a step takes that falls into a pause says nothing of speculation."""
+    server, policy, best = Server(0.8, paused_share=0.06), make_auto(), best_fixed(0.8, batch_size)
+    assert server.run(policy, [batch_size] * 600)[0] > 0.93 * best
+    plain = speed_of(0.05, batch_size, StepPlan(0, 0))
+    assert Server(0.05, paused_share=0.06).run(make_auto(), [batch_size] * 600)[0] > 0.98 * plain
 
 
 # As timed while another process was busy from the third size on.

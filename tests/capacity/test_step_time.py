@@ -77,6 +77,20 @@ def test_late_steps_that_stand_alone_do_not_count(every):
     assert disturbed.predict_step(shape) == pytest.approx(true_seconds(shape), rel=0.08)
 
 
+def test_pauses_do_not_count_also_one_after_the_other():
+    model, shape = make_model(), StepShape(8, 2, 24)
+    for _ in range(100):
+        model.observe(shape, true_seconds(shape))
+    before = model.predict_step(shape)
+    for _ in range(3):
+        model.observe(shape, 50 * true_seconds(shape))
+        assert model.was_suspended
+    assert model.predict_step(shape) == before
+    # A machine that stays so slow is believed.
+    model.observe(shape, 50 * true_seconds(shape))
+    assert not model.was_suspended and model.predict_step(shape) > before
+
+
 def test_follows_a_machine_that_changes():
     model = make_model()
     shape = StepShape(8, 2, 24)

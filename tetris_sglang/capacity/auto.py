@@ -48,7 +48,7 @@ _FIRST_LESSONS = 3.0
 _PROBED_DEPTH = 1
 """Where plain decoding looks at the draft: the first tokens say whether it is of use, and deeper ones cost a pass each."""
 _MAX_CORRECTION = 4.0
-"""Plain steps that one measured time may differ by from what was charged for it: a process may have been stopped."""
+"""Plain steps that one measured time may differ by from what was charged for it."""
 
 
 class _Candidates(NamedTuple):
@@ -123,10 +123,10 @@ class AutoCapacity:
         if is_plain and self._plain_steps % _PLAIN_STEPS_TOGETHER != 1:
             return None
         predicted = self.step_times.observe(shape, seconds)
-        if not is_plain:
+        if not is_plain and not self.step_times.was_suspended:
             # After plain steps the draft first reads what they emitted: no shape says how much.
-            plain = self.step_times.predict_step(_plain(shape))
-            self._charge(min(max((seconds - predicted) / plain, -_MAX_CORRECTION), _MAX_CORRECTION), shape.batch_size)
+            more = (seconds - predicted) / self.step_times.predict_step(_plain(shape))
+            self._charge(min(max(more, -_MAX_CORRECTION), _MAX_CORRECTION), shape.batch_size)
         return predicted
 
     def begin_step(self, shape: StepShape) -> None:

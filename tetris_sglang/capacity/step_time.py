@@ -75,7 +75,9 @@ _DRAW_SHARE = 0.4
 """Of the deviations, in what is drawn: whole ones try more than the tries are worth (docs/lessons.md)."""
 _OUTLIER_DEVIATIONS = 2.5
 """A step further off than that counts as that far; one that took so much longer and stands alone (first-use compilation,
-another process's burst, a process that was suspended) does not count at all."""
+another process's burst) does not count at all."""
+_SUSPENDED, _PATIENCE = 10.0, 3
+"""A step that takes so many times as long was suspended, unless so many before it were, too: it does not count."""
 
 
 class StepTimeModel:
@@ -121,7 +123,10 @@ class StepTimeModel:
         self._prior = correlation * np.outer(scale, scale)
         self._prior += _COMMON_DEVIATION**2 * np.outer(self._values, self._values)
         self._covariance = self._prior.copy()
-        self._was_late = False
+        self._num_late = 0
+        """Steps in a row that were."""
+        self.was_suspended = False
+        """Whether the process must have been stopped in the last step observed."""
         # Steps of a shape follow each other, and describing one costs more than learning from it.
         self._features_of = functools.lru_cache(maxsize=4096)(self._describe)
         self.relative_error = 0.0
@@ -185,8 +190,9 @@ class StepTimeModel:
         spread = self._covariance @ features
         variance = float(features @ spread) + (_NOISE * max(predicted, 1e-9)) ** 2
         limit = _OUTLIER_DEVIATIONS * math.sqrt(variance)
-        was_late, self._was_late = self._was_late, seconds - predicted > limit
-        if self._was_late and not was_late:
+        self._num_late = self._num_late + 1 if seconds - predicted > limit else 0
+        self.was_suspended = 0 < self._num_late <= _PATIENCE and seconds > _SUSPENDED * predicted
+        if self.was_suspended or self._num_late == 1:
             return predicted
         gain = spread / variance
         self._values = self._values + gain * min(max(seconds - predicted, -limit), limit)
