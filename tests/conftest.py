@@ -1,6 +1,7 @@
 """What every test can rely on."""
 
 import os
+import re
 import warnings
 from unittest import mock
 
@@ -38,6 +39,8 @@ _REPLAYS = "tests/estimates/test_replayed.py"
 
 
 _TOOLS = ("benchmarks", "scripts", "tools")
+_HEADS = re.compile(r"\[(eagle|mtp|dflash|dflare|parallel|rejection|block)")
+"""Of tests/e2e, by what is in brackets: the servers of heads, and of some others."""
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -53,14 +56,17 @@ def pytest_collection_modifyitems(items) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests that share servers, or replays, in one process; another one runs those with servers of their own, and the rest."""
+    """Tests that share servers, or replays, in one process each; those with servers of their own, and the rest, go to whichever
+    is free."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ServersTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if not nodeid.startswith("tests/e2e/"):
                 return _REPLAYS if nodeid.startswith(_REPLAYS) else nodeid
-            has_its_own = "[perfect" in nodeid or nodeid.startswith(("tests/e2e/test_bad_start.py", "tests/e2e/test_random"))
-            return "their own servers" if has_its_own else "shared servers"
+            if "[perfect" in nodeid or nodeid.startswith(("tests/e2e/test_bad_start.py", "tests/e2e/test_random")):
+                return "their own servers"
+            # Two groups, about as long; both compare with a server of their own without speculation.
+            return "heads' servers" if _HEADS.search(nodeid) else "shared servers"
 
     return ServersTogether(config, log)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -21,8 +24,12 @@ from tetris_sglang.tools.server_process import ServerProcess, start_all
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-from forked_server import COMMAND as FORKED
+import forked_server
 from mtp_checkpoint import make_mtp_checkpoint
+
+# A path of few characters, as sockets want it.
+FORK_SERVER = Path(tempfile.gettempdir(), f"tetris-forks-{os.getpid()}")
+FORKED = (*forked_server.COMMAND, forked_server.FROM, str(FORK_SERVER))
 
 PAIR = REPOSITORY / "tests" / "pair"
 TARGET, DRAFT = PAIR / "target", PAIR / "draft"
@@ -162,8 +169,12 @@ class Servers:
             self._processes.pop(name).stop()
 
     def trace_path(self, name: str) -> Path:
-        """What a server of RECORDING records."""
+        """What a server of RECORDING records of its steps."""
         return self._log_folder / f"{name}.trace"
+
+    def text_path(self, name: str) -> Path:
+        """And of its requests."""
+        return self._log_folder / f"{name}.jsonl"
 
     def _make(self, name: str) -> ServerProcess:
         made = {
@@ -174,11 +185,11 @@ class Servers:
         arguments = [str(made[argument]()) if argument in made else argument for argument in ARGUMENTS[name]]
         if name in RECORDING:
             arguments += ["--speculative-tetris-record", str(self.trace_path(name))]
+            arguments += ["--speculative-tetris-record-text", str(self.text_path(name))]
         environment, options = {"SGLANG_TETRIS_CACHE": str(self._log_folder)}, {}
         if name not in AS_USERS_HAVE_THEM:
             options["entry_point"] = FORKED
-            # What a GPU serves with by default. Two processes run tests, with servers each: threads would wait for each other.
-            environment |= {OVERLAP_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+            environment |= {OVERLAP_VARIABLE: "1"}  # what a GPU serves with by default
         plugins = self._log_folder / "plugins"
         if name in SWITCHING:
             environment |= write_plugin(plugins / "switching", "switching_plans", SWITCHING_PLANS)
@@ -216,6 +227,22 @@ class Servers:
     def stop(self) -> None:
         for process in self._processes.values():
             process.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(tmp_path_factory) -> Iterator[None]:
+    """What `FORKED` servers are forks of. Two processes run tests, with servers each: threads would wait for each other."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    log_path = tmp_path_factory.mktemp("fork_server") / "log"
+    with log_path.open("w") as log:
+        command = [*forked_server.COMMAND, forked_server.LISTEN, str(FORK_SERVER)]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield
+    finally:
+        process.terminate(), process.wait()
+        FORK_SERVER.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -134,7 +134,7 @@ def write_all(pool: ThreadPoolExecutor, client: Client, drawn: list[Drawn], **ch
 def test_no_text_shows_what_was_drafted(plain, prompts, number, tmp_path):
     draw = random.Random(number)
     arguments, sets_itself = draw_arguments(draw)
-    environment = {OVERLAP_VARIABLE: "1", "OMP_NUM_THREADS": "1", "SGLANG_TETRIS_CACHE": str(tmp_path)}
+    environment = {OVERLAP_VARIABLE: "1", "SGLANG_TETRIS_CACHE": str(tmp_path)}
     if sets_itself:  # to plain steps and back, far more often than it would
         environment |= write_plugin(tmp_path / "switching", "switching_plans", SWITCHING_PLANS)
     drawn = [draw_request(draw, [prompt["text"] for prompt in prompts]) for _ in range(NUM_REQUESTS)]

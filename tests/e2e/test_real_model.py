@@ -12,7 +12,7 @@ from tetris_sglang.tools.prompts import read_questions, render_chats
 from tetris_sglang.tools.real_model import HEAD, ensure_target
 from tetris_sglang.tools.server_process import ServerProcess
 
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 
 
 def serve(arguments: list[str], log_path: Path, prompts: list[str]) -> list[Completion]:
@@ -27,7 +27,7 @@ def serve(arguments: list[str], log_path: Path, prompts: list[str]) -> list[Comp
 
 def test_answers_are_those_without_speculation_and_drafts_are_accepted(tmp_path):
     arguments = server_arguments(str(ensure_target()), str(HEAD))
-    prompts = render_chats(ensure_target(), [question.text for question in read_questions()[:8]])
+    prompts = render_chats(ensure_target(), [question.text for question in read_questions()[:6]])
     expected = serve(arguments[NONE], tmp_path / "none.log", prompts)
     tetris = [*arguments[TETRIS], "--speculative-tetris-capacity-per-request", "2"]
     found = serve(tetris, tmp_path / "tetris.log", prompts)

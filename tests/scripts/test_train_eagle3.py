@@ -15,7 +15,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import answers
 import train_eagle3
-from draft_heads import Eagle3Head, load_head, make_eagle3_keys, make_head_config
+
+from tetris_sglang.tools.distill.heads import Eagle3Head, load_head, make_eagle3_keys, make_head_config
 
 LAYER_IDS, MAX_TOKENS = [0, 2, 3], 48
 
@@ -189,12 +190,12 @@ def test_acceptance_is_counted_as_serving_would(work_dir, head):
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(work_dir, tmp_path, target, monkeypatch, kind):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1"), monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
-    monkeypatch.setattr(train_eagle3, "EVALUATE_EVERY", 4)
+    monkeypatch.setattr(train_eagle3, "EVALUATE_EVERY", 3)
     monkeypatch.setattr(train_eagle3, "MASK_TOKEN", "<|pad|>")
-    common = ["train", "--kind", kind, "--target", str(TARGET), "--threads", "1", "--steps", "10", "--vocabulary", "512"]
+    common = ["train", "--kind", kind, "--target", str(TARGET), "--threads", "1", "--steps", "6", "--vocabulary", "512"]
     common += ["--intermediate", "64", "--batch-tokens", "512", "--layer-ids", "0,2,3"]
     saved = {}
-    for name, calls in (("whole", [[]]), ("resumed", [["--stop-after", "5"], ["--resume"]])):
+    for name, calls in (("whole", [[]]), ("resumed", [["--stop-after", "4"], ["--resume"]])):
         folder = tmp_path / name
         folder.mkdir()
         for part in ("answers", "held-out"):
@@ -204,7 +205,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(work_dir, tmp_path, 
             assert result.exit_code == 0
         saved[name] = load_head(folder / kind, target).state_dict()
         state = torch.load(folder / f"{kind}.checkpoint", weights_only=True)
-        assert len(state["losses"]) == 10 and [e["step"] for e in state["evaluations"]] == [4, 8]
+        assert len(state["losses"]) == 6 and [e["step"] for e in state["evaluations"]] == [3, 6]
         assert sum(state["losses"][-3:]) < sum(state["losses"][:3])
     for key, value in saved["whole"].items():
         torch.testing.assert_close(saved["resumed"][key], value)
