@@ -16,13 +16,13 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from draft_heads import load_head, read_target
 from record_traces import mixed_prompts
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from tetris_sglang.tools.distill.heads import load_head, read_target
 from tetris_sglang.tools.prompts import render_chats
 from tetris_sglang.tools.real_model import HEAD, ensure_target
 

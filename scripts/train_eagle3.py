@@ -30,13 +30,21 @@ import torch.nn.functional as F
 import train_pair
 import typer
 from answers import Answer, Prompt, Writer
-from draft_heads import DFlashHead, Eagle3Head, Head, make_dflash_keys, make_eagle3_keys, make_head_config, save_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 from train_pair import Trainer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from tetris_sglang.tools.distill.heads import (
+    DFlashHead,
+    Eagle3Head,
+    Head,
+    make_dflash_keys,
+    make_eagle3_keys,
+    make_head_config,
+    save_head,
+)
 from tetris_sglang.tools.fetch import SMOLLM2
 from tetris_sglang.tools.prompts import RESULTS, TRAINING, read_human_eval, read_questions, read_sharegpt
 from tetris_sglang.tools.real_model import HEAD, ensure_target

@@ -22,7 +22,13 @@ import torch
 import torch.nn.functional as F
 import train_pair
 import typer
-from draft_heads import (
+from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm import tqdm
+from train_pair import DRAFTED_TOKENS, Preset, Trainer, is_held_out
+from transformers import LlamaForCausalLM
+
+from tetris_sglang.tools.distill.heads import (
     BLOCKS,
     HEADS,
     Eagle3Head,
@@ -34,11 +40,6 @@ from draft_heads import (
     read_target,
     save_head,
 )
-from tokenizers import Tokenizer
-from torch import Tensor
-from tqdm import tqdm
-from train_pair import DRAFTED_TOKENS, Preset, Trainer, is_held_out
-from transformers import LlamaForCausalLM
 
 PAIR = Path(__file__).resolve().parents[1] / "tests" / "pair"
 

@@ -53,7 +53,9 @@ REASONS = {
     "build_tree_kernel_efficient_cpu": "stands for one of SGLang's kernels, whose parameters it has",
     "_simulate": "one compiled loop: calls between its parts would copy its state",
     "bench": "a command: its options are its parameters, each with its help",
+    "distill": "a command: its options are its parameters, each with its help",
     "judge": "one expectation after the other",
+    "pack_kernel": "one launch: all of it is about the same rows",
     "simulate": "a command: its options are its parameters, each with its help",
 }
 """Why these functions are longer."""

@@ -17,8 +17,9 @@ from tetris_sglang.tools.server_process import ServerProcess
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import train_pair
-from draft_heads import BLOCKS, load_head
 from train_heads import count_accepted, write_greedily
+
+from tetris_sglang.tools.distill.heads import BLOCKS, load_head
 
 NEW_TOKENS, PROMPTS = 96, 12
 

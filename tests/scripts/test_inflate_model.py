@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import inflate_model
-from draft_heads import Head, load_head, read_target
 from inflate_model import InflatedShape, ensure_inflated, inflate, parse_shape
+
+from tetris_sglang.tools.distill.heads import Head, load_head, read_target
 
 PAIR = ROOT / "tests" / "pair"
 SMALL_SHAPE = {"hidden": 48, "layers": 2, "heads": 4, "intermediate": 80}

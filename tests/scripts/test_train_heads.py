@@ -23,10 +23,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import train_heads
 import train_pair
-from draft_heads import BLOCKS, HEADS, MTP_PREFIX, Head, RmsNorm, load_head, read_target, save_head
 from inflate_model import InflatedShape, inflate
 from mtp_checkpoint import make_mtp_checkpoint
 from train_heads import PRESETS, Round, RoundsTrainer, count_accepted, make_head, write_greedily
+
+from tetris_sglang.tools.distill.heads import BLOCKS, HEADS, MTP_PREFIX, Head, RmsNorm, load_head, read_target, save_head
 
 PAIR = ROOT / "tests" / "pair"
 TINY = PRESETS["tiny"]

@@ -1,4 +1,7 @@
-"""`tetris-sglang`: check, explain, replay, demo, models, bench, top, simulate. Commands import what they need when they run."""
+"""`tetris-sglang`: check, explain, replay, demo, distill, models, bench, top, simulate.
+
+Commands import what they need when they run.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +101,98 @@ def demo(
     from tetris_sglang.tools.demo import demo
 
     _call(demo, repeats=repeats, model_path=model_path, draft_model_path=draft_model_path)
+
+
+@app.command()
+def distill(
+    draft: Annotated[
+        str, typer.Option(help="A standalone draft, a head or a DFlash draft; or a new one: eagle3, eagle, dflash.")
+    ],
+    out: Annotated[Path, typer.Option(help="The new draft's folder.")],
+    target: Annotated[str | None, typer.Option(help="The model it drafts for.", show_default="SmolLM2-135M-Instruct")] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help='Answered by the target: a file with a line each, {"text": "a question"}; or sharegpt, humaneval, questions. '
+            "Several."
+        ),
+    ] = None,
+    traffic: Annotated[
+        list[Path] | None, typer.Option(help="Recorded by a server with --speculative-tetris-record-text; several files.")
+    ] = None,
+    work_dir: Annotated[Path | None, typer.Option(help="Answers and checkpoints.", show_default="OUT-work")] = None,
+    writer: Annotated[str | None, typer.Option(help="Who answers: target, draft or both.", show_default="target")] = None,
+    divergence: Annotated[
+        str | None,
+        typer.Option(
+            help="forward-kl, reverse-kl, jensen-shannon, total-variation or disagreement (of draws with shared noise, what is "
+            "served).",
+            show_default="forward-kl",
+        ),
+    ] = None,
+    greedy_share: Annotated[
+        float | None, typer.Option(help="Of the loss, for the target's likeliest token.", show_default="0.5")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Of training.", show_default="300")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Of a step and process, padded.", show_default="2048")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Of learning.", show_default="0.02 new heads, 0.005 heads, 0.0001 models")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Of a prompt and its answer.", show_default="448")] = None,
+    max_texts: Annotated[int | None, typer.Option(help="Answered of the prompts.", show_default="4000")] = None,
+    held_out: Annotated[int | None, typer.Option(help="Texts kept back, which judge.", show_default="64")] = None,
+    chain: Annotated[int | None, typer.Option(help="Drafts in a row.", show_default="5")] = None,
+    layer_ids: Annotated[
+        str | None, typer.Option(help="Of the target, read by a new head.", show_default="early, in the middle, last")
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Tokens of a new head.", show_default="6144")] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(help="Of a new head's feed-forward layer.", show_default="the target's")
+    ] = None,
+    mask_token: Annotated[str | None, typer.Option(help="Of a new DFlash draft: one that no text has.")] = None,
+    server_flags: Annotated[str | None, typer.Option(help="For the server that answers.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything drawn.", show_default="0")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier call ended.")] = False,
+    stop_after: Annotated[int | None, typer.Option(help="End after this step; --resume goes on.")] = None,
+) -> None:
+    """Make a draft better at what its target writes: prompts answered by the target, or your own recorded traffic.
+
+    For example: tetris-sglang distill --draft eagle3 --prompts questions.jsonl --out my-head
+
+    Several devices: torchrun --nproc-per-node 8 -m tetris_sglang distill [options]; or accelerate launch, for FSDP.
+    """
+    import shlex
+
+    from tetris_sglang.tools.distill.command import Options, distill
+    from tetris_sglang.tools.real_model import ensure_target
+
+    _call(
+        lambda **given: distill(Options(**given)),
+        target=target or str(ensure_target()),
+        draft=draft,
+        out=out,
+        work_dir=work_dir or out.with_name(out.name + "-work"),
+        prompts=prompts,
+        traffic=traffic,
+        writer=writer,
+        divergence=divergence,
+        greedy_share=greedy_share,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        rate=rate,
+        max_tokens=max_tokens,
+        max_texts=max_texts,
+        held_out=held_out,
+        chain=chain,
+        layer_ids=None if layer_ids is None else [int(layer) for layer in layer_ids.split(",")],
+        vocabulary=vocabulary,
+        intermediate=intermediate,
+        mask_token=mask_token,
+        server_flags=None if server_flags is None else shlex.split(server_flags),
+        seed=seed,
+        resume=resume,
+        stop_after=stop_after,
+    )
 
 
 @app.command()

@@ -112,7 +112,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=x.device) / self.head_dim
         angles = positions[:, None].float() * self.theta**-exponents
         cos, sin = angles.cos(), angles.sin()
         first, second = x.chunk(2, dim=-1)
@@ -132,7 +132,7 @@ class Attention(nn.Module):
             mixed = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
         else:
             q = q * self.head_dim**-0.5
-            unseen = torch.ones(chains, chains, dtype=torch.bool).triu(1)
+            unseen = torch.ones(chains, chains, dtype=torch.bool, device=q.device).triu(1)
             scores = [(q @ keys[0].mT).masked_fill(unseen, float("-inf"))]
             scores += [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
             shares = torch.cat(scores, dim=-1).softmax(-1)
@@ -167,7 +167,7 @@ class Layer(nn.Module):
 def _start_by_passing_on(linear: nn.Linear, columns: slice, layer: Layer) -> None:
     """Initial weights with which the hidden state in `columns` nearly passes through the head unchanged."""
     linear.weight.normal_(std=0.02)
-    linear.weight[:, columns] = torch.eye(len(linear.weight))
+    linear.weight[:, columns] = torch.eye(len(linear.weight), device=linear.weight.device)
     if linear.bias is not None:
         linear.bias.zero_()
     layer.self_attn.o_proj.weight.zero_()
@@ -255,7 +255,7 @@ class Head(nn.Module):
         # In float32 also where an autocast computes the products in bfloat16: the residual stream starts here.
         hidden, keys, values = self.project(features[:, :chains]).float(), [], []
         for step in range(steps):
-            positions = torch.arange(step, step + chains)
+            positions = torch.arange(step, step + chains, device=tokens.device)
             embeds = F.embedding(tokens[:, 1 + step : 1 + step + chains], self.embedding)
             residual, x = self.enter(embeds, hidden, positions)
             q, k, v = self.layer.self_attn.project(x, positions)
@@ -308,7 +308,7 @@ class Eagle3Head(Head):
         Args:
             ids: [draft_vocab_size] ascending ids of the target.
         """
-        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()[ids] = True
         self.lm_head.weight.detach().copy_(self.target_head[ids])
 
@@ -318,7 +318,7 @@ class Eagle3Head(Head):
 
     @property
     def draft_ids(self) -> Tensor:
-        return self.d2t + torch.arange(len(self.d2t))
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def features(self, states: TargetStates) -> Tensor:
         return _join_layers(states, self.layer_ids)
@@ -402,12 +402,12 @@ class DFlashHead(Head):
         """Of a block behind every token but the first; see `Head.unroll`."""
         blocks, width = _count_chains(tokens, steps), steps + 1
         contexts = [self.hidden_norm(mixed) for mixed in self.mix(features[:, :blocks])]
-        known = torch.arange(blocks)
-        places = (known[:, None] + 1 + torch.arange(width)).flatten()
-        read = torch.full((*tokens[:, 1 : 1 + blocks].shape, width), self.mask_token)
+        known = torch.arange(blocks, device=tokens.device)
+        places = (known[:, None] + 1 + torch.arange(width, device=tokens.device)).flatten()
+        read = tokens.new_full((*tokens[:, 1 : 1 + blocks].shape, width), self.mask_token)
         read[:, :, 0] = tokens[:, 1 : 1 + blocks]
         x = F.embedding(read.flatten(1), self.embedding)
-        unseen = torch.ones(blocks, blocks, dtype=torch.bool).triu(1).repeat_interleave(width, 0)
+        unseen = torch.ones(blocks, blocks, dtype=torch.bool, device=tokens.device).triu(1).repeat_interleave(width, 0)
         for layer, context in zip(self.layers, contexts, strict=True):
             attention = layer.self_attn
             q, *own = attention.project(layer.input_layernorm(x), places)

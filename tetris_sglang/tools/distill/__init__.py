@@ -1,0 +1,1 @@
+"""A better draft from the target's own texts: `tetris-sglang distill`."""
