@@ -229,6 +229,13 @@ SETTINGS: tuple[Setting, ...] = (
         "TETRIS: write what every step drafts, verifies and accepts to FILE, for tetris-sglang replay, which wants everything "
         "verified (a capacity as large as what a request drafts). A file of that name is replaced. Default: off.",
     ),
+    Setting(
+        "record_text",
+        _parse_record,
+        "FILE",
+        "TETRIS: append the tokens of finished requests, prompts and outputs, to FILE, for tetris-sglang distill --traffic. It "
+        "is users' text; at most 128 MB of it are kept, in FILE and FILE.1. Default: off.",
+    ),
 )
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
 _BY_ARGUMENT = {setting.argument: setting for setting in SETTINGS}
@@ -254,6 +261,7 @@ class TetrisConfig:
     verify_plan: str = "device"
     draft: str = "auto"
     record: Path | None = None
+    record_text: Path | None = None
 
     @property
     def draws_drafts(self) -> bool:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from tests.e2e.conftest import ARGUMENTS
 from tetris_sglang.trace import read_trace
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_recorded_steps_are_those_that_were_served(servers, tetris, mixed_prompts, request):
@@ -11,10 +18,13 @@ def test_the_recorded_steps_are_those_that_were_served(servers, tetris, mixed_pr
     name = request.node.callspec.params["tetris"]
     # Idle, so that every step's result is in.
     tetris.flush_cache()
-    begun = len(read_trace(servers.trace_path(name)).steps)
+    begun, num_texts = len(read_trace(servers.trace_path(name)).steps), len(read_lines(servers.text_path(name)))
     # Longer than any run of plain steps.
     outputs = tetris.generate_all(mixed_prompts[:12], max_new_tokens=64, ignore_eos=True)
     tetris.flush_cache()
+    texts = read_lines(servers.text_path(name))[num_texts:]
+    assert sorted(text["output"] for text in texts) == sorted(output["output_ids"] for output in outputs)
+    assert all(len(text["prompt"]) > 1 and text["temperature"] == 0 for text in texts)
     trace, state = read_trace(servers.trace_path(name)), tetris.tetris_state()
     assert trace.selected.sum() == state["selected_tokens"]
     assert trace.accepted.sum() == state["accepted_tokens"]

@@ -144,10 +144,16 @@ class Calibration:
         """Reached, accepted, raw probability, calibrated probability: each [depth * NUM_BINS + bin]."""
         self._lines = torch.zeros((max_depth + 1) * (NUM_BINS + 1), 2, device=device)
         """Slope and intercept of the corrected log-odds; segment i ends at centre i, the last one has no end."""
-        self._lines[:, 0] = 1
         self._levels = self._centres.repeat(max_depth + 1, 1)
         """[depth, bin], the corrected log-odds at the centres."""
         self._decay = torch.tensor(decay, device=device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Take probabilities for what they are, as before anything was observed; in place, as graphs read it."""
+        self._sums.zero_()
+        self._lines[:, 0], self._lines[:, 1] = 1, 0
+        self._levels.copy_(self._centres.expand_as(self._levels))
 
     def apply(self, probs: Tensor, depths: int | Tensor) -> Tensor:
         """The calibrated probability that a token is accepted, given that everything before it is.

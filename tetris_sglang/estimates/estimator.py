@@ -95,6 +95,13 @@ class AcceptanceEstimator:
         if len(self._steps) == self._steps_together or self._num_requests >= _MAX_REQUESTS:
             self._learn()
 
+    def forget(self) -> None:
+        """All that was learnt of a draft that is gone."""
+        self._steps.clear()
+        self._num_requests = 0
+        self.calibration.forget()
+        self.evidence.forget()
+
     def _learn(self) -> None:
         together = (torch.cat(parts)[None] for parts in zip(*self._steps, strict=True))
         self.calibration.observe(*together)

@@ -46,7 +46,8 @@ class EvidenceOffsets:
         self._decay = torch.tensor(decay, dtype=torch.float64, device=device)
         self._information = torch.zeros(len(initial), dtype=torch.float64, device=device)
         """Of p (1 - p)."""
-        self._offsets = torch.tensor(initial, dtype=torch.float32, device=device)
+        self._initial = torch.tensor(initial, dtype=torch.float32, device=device)
+        self._offsets = self._initial.clone()
 
     def offsets(self, kinds: Tensor) -> Tensor:
         """What to add to the log-odds of tokens with evidence of these kinds: int64 -> float32 of the same shape.
@@ -71,6 +72,11 @@ class EvidenceOffsets:
         self._information.mul_(self._decay ** reached.sum()).add_(information)
         self._offsets.add_(surprise / (self._information + self._min_precision))
         self._offsets.clamp_(-_LARGEST_OFFSET, _LARGEST_OFFSET)
+
+    def forget(self) -> None:
+        """Begin anew; in place, as graphs read it."""
+        self._information.zero_()
+        self._offsets.copy_(self._initial)
 
     def summarise(self) -> list[float]:
         """The offset of every kind. Sync: copies to the host."""
