@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tetris_sglang.acceptance import accept_chain, accept_tree
-from tetris_sglang.drafting import Grid, TreeShape
+from tetris_sglang.drafting import Grid
 
 
 class PackedTokens(NamedTuple):
@@ -42,7 +42,7 @@ class AcceptedTokens(NamedTuple):
     """[batch] dtype of seq_lens, seq_lens + num_accepted + 1."""
     target_tokens: Tensor
     """[batch, width] int64, the target's tokens in the grid, what is emitted first: chains as they stand (0 beyond a
-    request's verified rows), trees along the accepted path (anything beyond it)."""
+    request's verified rows), trees along the accepted path (0 beyond it, or with other rules anything)."""
     path: Tensor | None = None
     """[batch, max_depth + 1] int64, the grid columns of an accepted path, see `accept_tree`; None: chains."""
 
@@ -152,47 +152,34 @@ def accept_roots(target_tokens: Tensor, roots: Tensor, seq_lens: Tensor, width: 
     )
 
 
-def accept_rows_reference(target_tokens: Tensor, qo_indptr: Tensor, candidates: Tensor, seq_lens: Tensor) -> AcceptedTokens:
-    """`kernels.accept.accept_rows` in torch operations: same arguments, same result.
-
-    Sync: none; CUDA-graph safe.
-    """
-    verify_lens, grid = _scatter_rows(target_tokens, qo_indptr, candidates.shape[1])
-    num_accepted, bonus_tokens = accept_chain(candidates, grid, verify_lens - 1)
-    return AcceptedTokens(
-        num_accepted=num_accepted,
-        bonus_tokens=bonus_tokens,
-        last_tokens=candidates.gather(1, num_accepted.long()[:, None]).squeeze(1),
-        new_seq_lens=seq_lens + num_accepted + 1,
-        target_tokens=grid,
-    )
-
-
-def accept_tree_rows(
+def accept_rows_reference(
     target_tokens: Tensor,
     qo_indptr: Tensor,
     candidates: Tensor,
     seq_lens: Tensor,
-    shape: TreeShape,
-    max_depth: int,
+    parents: Tensor | None = None,
+    max_depth: int = 0,
 ) -> AcceptedTokens:
-    """`accept_rows_reference` for trees.
+    """`kernels.accept.accept_rows` in torch operations: same arguments, same result.
 
-    Args:
-        max_depth: of any node.
     Sync: none; CUDA-graph safe.
     """
     width = candidates.shape[1]
     verify_lens, grid = _scatter_rows(target_tokens, qo_indptr, width)
-    num_accepted, bonus_tokens, path = accept_tree(candidates, shape.parents, grid, verify_lens - 1, max_depth)
-    last = path.gather(1, num_accepted.long()[:, None])
-    emitted = torch.nn.functional.pad(grid.gather(1, path), (0, width - path.shape[1]))
+    if parents is None:
+        num_accepted, bonus_tokens = accept_chain(candidates, grid, verify_lens - 1)
+        last, path = num_accepted.long()[:, None], None
+    else:
+        num_accepted, bonus_tokens, path = accept_tree(candidates, parents, grid, verify_lens - 1, max_depth)
+        last = path.gather(1, num_accepted.long()[:, None])
+        is_beyond = torch.arange(max_depth + 1, device=path.device) > num_accepted[:, None]
+        grid = torch.nn.functional.pad(grid.gather(1, path).masked_fill_(is_beyond, 0), (0, width - path.shape[1]))
     return AcceptedTokens(
         num_accepted=num_accepted,
         bonus_tokens=bonus_tokens,
         last_tokens=candidates.gather(1, last).squeeze(1),
         new_seq_lens=seq_lens + num_accepted + 1,
-        target_tokens=emitted,
+        target_tokens=grid,
         path=path,
     )
 
@@ -218,6 +205,41 @@ def keep_drafts(
         target_tokens=emitted,
         path=None if grid.shape is None else path,
     )
+
+
+def keep_windows_reference(
+    accepted: AcceptedTokens, qo_indptr: Tensor, hidden_states: Tensor | None, width: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`kernels.hand_over.keep_windows` in torch operations: what each request emitted, aligned to the right.
+
+    Args:
+        hidden_states: [num_tokens, size], of the packed rows; None: nobody reads them.
+    Returns:
+        tokens [batch, width] int64, counts [batch] int32, and the states [batch, width, size] that go with the tokens; only
+        the last `counts` of a row are real.
+    Sync: none; CUDA-graph safe.
+    """
+    counts = accepted.num_accepted + 1
+    tokens = align_right(accepted.target_tokens[:, :width], counts)
+    if hidden_states is None:
+        return tokens, counts, None
+    columns = torch.arange(width, device=counts.device) if accepted.path is None else accepted.path
+    rows = align_right((qo_indptr[:-1, None] + columns).long(), counts)
+    return tokens, counts, hidden_states[rows.clamp_(max=hidden_states.shape[0] - 1)]
+
+
+def align_right(values: Tensor, counts: Tensor) -> Tensor:
+    """Shift each row so that its first `counts` entries stand last; what comes before them is arbitrary.
+
+    Args:
+        values: [batch, width, ...]. counts: [batch] integers, 0..width.
+    Sync: none; CUDA-graph safe.
+    Example: [[1, 2, 0, 0]], [2] -> [[.., .., 1, 2]]
+    """
+    width = values.shape[1]
+    index = torch.arange(width, device=values.device) - (width - counts[:, None])
+    rows = torch.arange(values.shape[0], device=values.device)[:, None]
+    return values[rows, index.clamp_(min=0)]
 
 
 def _scatter_rows(target_tokens: Tensor, qo_indptr: Tensor, width: int) -> tuple[Tensor, Tensor]:

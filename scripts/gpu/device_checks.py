@@ -147,7 +147,7 @@ class EagerPass:
 
 
 class CapturedPass:
-    """Steps 2 and 3: the serving backend's VerifyPlan and a graph of one attention, for batches in a pool of one size.
+    """Steps 2 and 3: the serving backend's PassPlan and a graph of one attention, for batches in a pool of one size.
 
     Args:
         like: its pool gives head counts, dtype and the pool's size; its lengths the plan of the capture.
@@ -157,11 +157,11 @@ class CapturedPass:
     """
 
     def __init__(self, like: RaggedBatch, num_requests: int, num_rows: int, on_device: bool) -> None:
-        from tetris_sglang.runtime.cuda.verify_plan import VerifyPlan
+        from tetris_sglang.runtime.cuda.pass_plan import PassPlan
 
         shape, dtype = like.shape, like.queries.dtype
         self._indices = torch.zeros(len(like.keys) + num_rows, dtype=torch.int32, device="cuda")
-        self.plan = VerifyPlan(
+        self.plan = PassPlan(
             torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"),
             self._indices,
             num_requests=num_requests,

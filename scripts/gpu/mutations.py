@@ -14,7 +14,7 @@ from dry_arms import ARMS, Arm
 DRAFT_GRAPHS = ("tetris_sglang.runtime.cuda.draft_graph", "DraftGraphs")
 STREAM = ("torch.cuda.streams", "Stream")
 DRAFT_ATTENTION = ("tetris_sglang.runtime.cuda.draft_attention", "DraftAttention")
-VERIFY_PLAN = ("tetris_sglang.runtime.cuda.verify_plan", "VerifyPlan")
+PASS_PLAN = ("tetris_sglang.runtime.cuda.pass_plan", "PassPlan")
 LANDED = "the dry run's mutation has landed"
 
 
@@ -61,31 +61,30 @@ def mutate(where: tuple[str, str], function: str, old: str, new: str) -> None:
 
 MUTATIONS = {
     "the draft's graph reads the tokens of the step before": Mutation(
-        DRAFT_GRAPHS, "replay", "self._tokens[:batch_size] = window.tokens", "pass", "perfect"
+        DRAFT_GRAPHS, "replay", "values = [window.tokens,", "values = [self._tokens[:batch_size],", "perfect"
     ),
     "the draft's graph reads the lengths of the step before": Mutation(
-        DRAFT_GRAPHS, "replay", "self._draft_lens[:batch_size] = seq_lens + extra", "pass", "perfect"
+        DRAFT_GRAPHS, "replay", "window.tokens, seq_lens,", "window.tokens, self.buffers.seq_lens[:batch_size],", "perfect"
     ),
     "the draft's output stays in the pool that the target's graph writes to": Mutation(
-        DRAFT_GRAPHS, "replay", "output[:batch_size].clone()", "output[:batch_size]", "perfect"
+        DRAFT_GRAPHS, "_keep", "return self._outputs[size, depth]", "return made", "perfect"
     ),
     "padding writes into the cache of a request": Mutation(
         DRAFT_GRAPHS, "_fill", "self.buffers.req_pool_indices[start:size] = 0",
         "self.buffers.req_pool_indices[start:size] = self.buffers.req_pool_indices[:1]", "perfect",
     ),
     "the verify plan is that of the step before": Mutation(
-        VERIFY_PLAN, "replan", "self._plan_on_device(self.wrapper._int_workspace_buffer)", "pass", "fixed"
+        PASS_PLAN, "replan", "self._plan_on_device(self.wrapper._int_workspace_buffer)", "pass", "fixed"
     ),
     "surplus rows belong to the last request": Mutation(
-        VERIFY_PLAN, "set_lengths", "lay_out_rows(verify_lens,",
+        PASS_PLAN, "set_lengths", "lay_out_rows(verify_lens,",
         "lay_out_rows(torch.cat((verify_lens[:-1], (self.num_rows - verify_lens[:-1].sum(dtype=torch.int32))[None])),", "fixed",
     ),
     "the draft's passes do not see what the one before them wrote": Mutation(
         DRAFT_ATTENTION, "_lay_out", "forward_batch.seq_lens + (number - 1)", "forward_batch.seq_lens - 1", "perfect"
     ),
     "every node of a comb sees the first": Mutation(
-        VERIFY_PLAN, "set_trees", "pack_tree_mask(ancestors,",
-        "pack_tree_mask(ancestors.index_fill(2, torch.ones(1, dtype=torch.int64, device=ancestors.device), True),", "comb",
+        PASS_PLAN, "set_trees", "pack_tree_mask(parents,", "pack_tree_mask(parents.clamp(min=1),", "comb",
     ),
     "no stream waits for another": Mutation(
         STREAM, "wait_stream", "self.wait_event(stream.record_event())", "pass", "fixed"

@@ -55,6 +55,35 @@ class Batch(NamedTuple):
         return int(self.draft_lens.sum()) + len(self.draft_lens)
 
 
+class Trees(NamedTuple):
+    """Random trees in the numbering of `drafting.proposal`; siblings' tokens differ."""
+
+    candidates: Tensor
+    parents: Tensor
+    depths: Tensor
+
+    @classmethod
+    def random(cls, batch: int, width: int, seed: int) -> "Trees":
+        generator = torch.Generator().manual_seed(seed)
+        parents, depths = torch.zeros(2, batch, width, dtype=torch.int64)
+        candidates = torch.zeros_like(parents)
+        for request in range(batch):
+            num_children = [0] * width
+            for node in range(1, width):
+                # Often the node before: long paths, too.
+                parent = int(torch.randint(node, (), generator=generator))
+                if torch.rand((), generator=generator) < 0.5:
+                    parent = node - 1
+                parents[request, node], depths[request, node] = parent, depths[request, parent] + 1
+                candidates[request, node] = num_children[parent]
+                num_children[parent] += 1
+        return cls(candidates, parents, depths)
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.depths.max())
+
+
 def on_device(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(DEVICE) for tensor in tensors]
 

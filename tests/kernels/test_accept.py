@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.batches import Batch, assert_equal, on_device
+from tests.kernels.batches import Batch, Trees, assert_equal, on_device
 from tetris_sglang.kernels.accept import accept_rows
 from tetris_sglang.packing import accept_rows_reference, pack_rows_reference
 
@@ -78,6 +78,53 @@ def test_unselected_drafts_and_surplus_rows_never_matter():
     garbled = torch.where(beyond, last_rows[:, None], garbled)
     target_tokens[-8:] = -(2**40)
     assert_equal(accept_rows(*on_device(target_tokens, qo_indptr, garbled, seq_lens)), expected)
+
+
+def random_trees(batch: int, width: int, seed: int, dtype=torch.int64) -> tuple[list[torch.Tensor], int]:
+    """The arguments but for the depth, and the depth; the target likes first children."""
+    trees, case = Trees.random(batch, width, seed), Batch.random(batch, width, seed, dtype=dtype)
+    lens = case.draft_lens + 1
+    qo_indptr = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    generator = torch.Generator().manual_seed(seed)
+    target_tokens = torch.randint(0, 3, (int(lens.sum()) + 4,), generator=generator)
+    target_tokens *= torch.rand(len(target_tokens), generator=generator) < 0.5
+    return [target_tokens.to(dtype), qo_indptr, trees.candidates, case.seq_lens, trees.parents], trees.max_depth
+
+
+@BOTH
+def test_one_tree_at_a_time(accept):
+    """The rule, read aloud: from the root to the child that the target has drawn, as long as there is one."""
+    (target_tokens, qo_indptr, candidates, seq_lens, parents), max_depth = random_trees(batch=60, width=7, seed=3)
+    accepted = accept(*on_device(target_tokens, qo_indptr, candidates, seq_lens, parents), max_depth)
+    lens = set()
+    for request, (begin, end) in enumerate(zip(qo_indptr[:-1].tolist(), qo_indptr[1:].tolist(), strict=True)):
+        path = [0]
+        while True:
+            drawn = int(target_tokens[begin + path[-1]])
+            found = [
+                node
+                for node in range(1, end - begin)
+                if parents[request, node] == path[-1] and candidates[request, node] == drawn
+            ]
+            if not found:
+                break
+            path.append(found[0])
+        lens.add(len(path))
+        emitted = [int(target_tokens[begin + node]) for node in path]
+        assert accepted.num_accepted[request] == len(path) - 1
+        assert accepted.path[request].tolist() == path + [6] * (max_depth + 1 - len(path))
+        assert accepted.target_tokens[request].tolist() == emitted + [0] * (7 - len(path))
+        assert accepted.bonus_tokens[request] == emitted[-1]
+        assert accepted.last_tokens[request] == candidates[request, path[-1]]
+        assert accepted.new_seq_lens[request] == seq_lens[request] + len(path)
+    assert len(lens) > 3
+
+
+@pytest.mark.parametrize("batch, width", [(1, 2), (16, 7), (33, 17)])
+def test_trees_equal_torch(batch, width):
+    for dtype in (torch.int64, torch.int32):
+        case, max_depth = random_trees(batch, width, seed=batch + width, dtype=dtype)
+        assert_equal(accept_rows(*on_device(*case), max_depth), accept_rows_reference(*case, max_depth))
 
 
 def test_an_empty_batch():

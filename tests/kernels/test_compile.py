@@ -15,10 +15,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tetris_sglang.kernels import noise
-from tetris_sglang.kernels.accept import accept_kernel
+from tetris_sglang.kernels.accept import accept_kernel, accept_tree_kernel
+from tetris_sglang.kernels.hand_over import window_kernel
 from tetris_sglang.kernels.move import move_kernel, plan_move
 from tetris_sglang.kernels.pack import pack_kernel
 from tetris_sglang.kernels.select import plan_launch, select_drafts, select_kernel
+from tetris_sglang.kernels.tree_mask import tree_mask_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -75,16 +77,17 @@ def test_selection_compiles_and_stays_in_registers(batch, max_draft, has_weights
     assert count_stack_bytes(cubin, tmp_path) == 0
 
 
+@pytest.mark.parametrize("has_depths", [False, True])
 @pytest.mark.parametrize("batch, width_block", [(1, 1), (4096, 16)])
-def test_packing_compiles(batch, width_block):
+def test_packing_compiles(batch, width_block, has_depths):
     pointers = dict.fromkeys(("draft_lens", "req_to_token", "verify_lens", "qo_indptr"), "*i32")
-    pointers |= dict.fromkeys(("candidates", "seq_lens", "req_pool_indices"), "*i64")
+    pointers |= dict.fromkeys(("candidates", "seq_lens", "req_pool_indices", "depths"), "*i64")
     pointers |= dict.fromkeys(("packed_requests", "packed_columns", "positions", "input_ids", "slots"), "*i64")
     integers = dict.fromkeys(("batch", "width", "max_context", "num_tokens", "padding_slot"), "i32")
     compile_for_hopper(
         pack_kernel,
         pointers | integers,
-        {"WHOLE_BATCH": max(256, batch), "BLOCK": 16, "WIDTH_BLOCK": width_block},
+        {"HAS_DEPTHS": has_depths, "WHOLE_BATCH": max(256, batch), "BLOCK": 16, "WIDTH_BLOCK": width_block},
     )
 
 
@@ -94,12 +97,32 @@ def test_acceptance_compiles(token_type, width_block):
     wide = ("candidates", "seq_lens", "bonus_tokens", "last_tokens", "new_seq_lens", "target_tokens")
     pointers |= dict.fromkeys(wide, "*i64")
     compile_for_hopper(accept_kernel, pointers | {"batch": "i32", "width": "i32"}, {"BLOCK": 16, "WIDTH_BLOCK": width_block})
+    pointers |= {"parents": "*i64", "path": "*i64", "width": "i32", "max_depth": "i32"}
+    compile_for_hopper(accept_tree_kernel, pointers, {"WIDTH_BLOCK": max(2, width_block)})
+
+
+def test_masks_of_trees_compile(tmp_path):
+    types = dict.fromkeys(("qo_indptr", "kv_indptr", "mask_indptr"), "*i32") | {"parents": "*i64", "packed": "*u8"}
+    types |= dict.fromkeys(("max_depth", "num_packed", "batch", "width"), "i32")
+    cubin = compile_for_hopper(tree_mask_kernel, types, {"STRIPES": 16, "BLOCK_BYTES": 64})
+    assert count_stack_bytes(cubin, tmp_path) == 0
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_windows_compile(has_states):
+    types = dict.fromkeys(("num_accepted", "qo_indptr"), "*i32") | dict.fromkeys(("target_tokens", "slots", "tokens"), "*i64")
+    types |= {"counts": "*fp32", "path": "*i64"} | dict.fromkeys(("stride", "path_stride", "size", "width"), "i32")
+    constants = {"HAS_PATH": True, "HAS_STATES": has_states, "BLOCK": 1024}
+    states = dict.fromkeys(("hidden_states", "states"))
+    types |= dict.fromkeys(states, "*bf16") if has_states else {}
+    compile_for_hopper(window_kernel, types, constants | ({} if has_states else states))
 
 
 @pytest.mark.parametrize("num_rows", [2, 64, 1024])
 def test_moving_compiles_stays_in_registers_and_waits_between_reading_and_writing(num_rows, tmp_path):
     rows, block = plan_move(num_rows)
-    types = {"data_ptrs": "*u64", "row_bytes": "*i64", "target": "*i64", "source": "*i64", "num_rows": "i32"}
+    types = {"data_ptrs": "*u64", "row_bytes": "*i64", "slots": "*i64", "path": "*i64", "num_columns": "i32"}
+    types |= dict.fromkeys(("qo_indptr", "num_accepted"), "*i32")
     cubin = compile_for_hopper(move_kernel, types, {"ROWS": rows, "BLOCK": block})
     assert count_stack_bytes(cubin, tmp_path) == 0
     command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(tmp_path / "kernel.cubin")]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.batches import DEVICE, Batch, assert_equal, on_device
+from tests.kernels.batches import DEVICE, Batch, Trees, assert_equal, on_device
 from tetris_sglang.kernels.pack import pack_rows
 from tetris_sglang.packing import PackedTokens, empty_packed_tokens, pack_rows_reference
 
@@ -55,6 +55,19 @@ def test_equals_torch(batch, width):
         num_tokens = case.num_tokens + surplus
         expected = pack_rows_reference(*arguments(case), num_tokens, padding_slot=17)
         assert_equal(pack_rows(*on_device(*arguments(case)), num_tokens, padding_slot=17), expected)
+
+
+@pytest.mark.parametrize("batch, width", [(1, 2), (16, 7), (33, 17)])
+def test_trees_equal_torch(batch, width):
+    """Depths are positions, slots stay with the columns."""
+    case, trees = Batch.random(batch, width, seed=width), Trees.random(batch, width, seed=width)
+    given, num_tokens = arguments(case), case.num_tokens + 3
+    packed = pack_rows(*on_device(*given), num_tokens, depths=trees.depths.to(DEVICE))
+    assert_equal(packed, pack_rows_reference(*given, num_tokens, depths=trees.depths))
+    chains = pack_rows_reference(*given, num_tokens)
+    assert torch.equal(packed.slots.cpu(), chains.slots)
+    rows = packed.requests[:-3].cpu(), packed.columns[:-3].cpu()
+    assert torch.equal(packed.positions[:-3].cpu(), case.seq_lens[rows[0]] + trees.depths[rows])
 
 
 def test_writes_into_out_and_nowhere_else():

@@ -31,7 +31,7 @@ def test_warming_up_runs_every_operation_for_every_power_of_two():
 
     drawn = []
     watched = operations._replace(select=select, draw=lambda *rows: drawn.append(rows))
-    warm_up(watched, 20, [3, 5], 6, torch.zeros(21, 16, dtype=torch.int32))
+    warm_up(watched, 20, [3, 5], 6, True, torch.zeros(21, 16, dtype=torch.int32), None)
     assert drawn
     sizes, depths, are_weighted = (1, 2, 4, 8, 16, 20), (3, 5), (False, True)
     assert batches == [(size, d, size, weighted) for size in sizes for d in depths for weighted in are_weighted]

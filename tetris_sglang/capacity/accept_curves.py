@@ -17,7 +17,7 @@ def capacity_shares(max_nodes: int) -> list[float]:
     return quarters + [float(i) for i in range(5, max_nodes + 1)]
 
 
-def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Tensor) -> Tensor:
+def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Tensor, is_real: Tensor | None = None) -> Tensor:
     """Expected accepted drafts per request, had a step drafted to each depth and verified each capacity.
 
     The largest C survivals of the nodes down to a depth, summed, divided by the batch size.
@@ -25,21 +25,25 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
     Args:
         survival: [batch, n] float32. depths: [n] or [batch, n] integers, of the nodes, from 1.
         shares: [num_shares] float32, capacities per request.
+        is_real: [batch] bool, where some rows only fill a graph.
     Returns:
         [max_depth + 1, num_shares] float32, on the same device; depth 0 is plain decoding.
     Sync: none; CUDA-graph safe.
     Example: survival [[.8, .4], [.6, .5]], depths [1, 2], shares [1.]: depth 0 -> 0, depth 1 -> .7, depth 2 -> .7
     """
-    batch, n = survival.shape
+    rows, n = survival.shape
+    batch: Tensor | int = rows
+    if is_real is not None:
+        batch, survival = is_real.sum().clamp(min=1), survival * is_real[:, None]
     levels = torch.arange(max_depth + 1, device=survival.device)
-    within = depths.expand(batch, n).reshape(1, -1) <= levels[:, None]
+    within = depths.expand(rows, n).reshape(1, -1) <= levels[:, None]
     best = torch.where(within, survival.reshape(1, -1), 0.0).sort(dim=1, descending=True).values
     total = torch.nn.functional.pad(best.cumsum(dim=1), (1, 0))
     # Between two whole capacities: linear.
-    at = (shares * batch).clamp(max=batch * n)
+    at = (shares * batch).clamp(max=rows * n)
     below = at.floor()
     low = total[:, below.long()]
-    high = total[:, (below + 1).long().clamp(max=batch * n)]
+    high = total[:, (below + 1).long().clamp(max=rows * n)]
     return torch.lerp(low, high, at - below) / batch
 
 
@@ -62,13 +66,17 @@ class AcceptCurves:
     """Of what is expected, taken to be accepted before anything was."""
 
     def __init__(self, max_depth: int, shares: list[float]) -> None:
-        self.shares = np.array(shares)
+        self._max_depth, self.shares = max_depth, np.array(shares)
         self._num_seen = 0.0
         self._expected = self._confirmed = 0.0
         guesses = np.concatenate(([0.0], np.cumsum(self._FIRST_GUESS ** np.arange(1, max_depth + 1))))
         self._curves = np.array(
             [np.interp(np.minimum(self.shares, depth), np.arange(max_depth + 1), guesses) for depth in range(max_depth + 1)]
         )
+
+    def make_new(self) -> AcceptCurves:
+        """Those of a draft that nothing is known of, of the same depths and shares."""
+        return AcceptCurves(self._max_depth, self.shares.tolist())
 
     def observe(self, curves: np.ndarray, batch_size: int, capacity_tokens: int) -> float:
         """Take in one step's curves.

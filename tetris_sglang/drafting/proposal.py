@@ -38,6 +38,8 @@ class Proposal(NamedTuple):
     """[batch, num_nodes] int64, what texts say of each token, see `texts.match`; None: was not asked."""
     draft_probs: Tensor | None = None
     """[batch, depth, vocab] float32, the laws that each level's tokens were drawn from; None: they were not drawn from them."""
+    curves: Tensor | None = None
+    """See `capacity.measure_curves`; None: not measured where this was drafted."""
 
 
 def make_chains(tokens: Tensor, accept_probs: Tensor, probs: Tensor, evidence: Tensor | None = None) -> Proposal:

@@ -13,10 +13,17 @@ from tetris_sglang.packing import AcceptedTokens
 _BLOCK_REQUESTS = 16
 
 
-def accept_rows(target_tokens: Tensor, qo_indptr: Tensor, candidates: Tensor, seq_lens: Tensor) -> AcceptedTokens:
-    """Accept each request's longest verified draft prefix that equals the target's own tokens.
+def accept_rows(
+    target_tokens: Tensor,
+    qo_indptr: Tensor,
+    candidates: Tensor,
+    seq_lens: Tensor,
+    parents: Tensor | None = None,
+    max_depth: int = 0,
+) -> AcceptedTokens:
+    """Accept each request's longest verified draft prefix, or path of a tree, that equals the target's own tokens.
 
-    The rule of `tetris_sglang.acceptance.accept_chain`, greedy or sampled, on packed rows.
+    The rule of `tetris_sglang.acceptance.accept_chain` and `accept_tree`, greedy or sampled, on packed rows.
 
     Args:
         target_tokens: [num_tokens] int32 or int64, the target's token after each packed row; surplus rows at
@@ -25,8 +32,9 @@ def accept_rows(target_tokens: Tensor, qo_indptr: Tensor, candidates: Tensor, se
             rows each.
         candidates: [batch, width] int64, roots and drafts.
         seq_lens: [batch] int32 or int64, tokens with KV before this step.
+        parents: [batch, width] int64 of trees, as in `TreeShape`; None: chains. max_depth: of any node of them.
     Returns:
-        AcceptedTokens.
+        AcceptedTokens; beyond a tree's accepted path target_tokens has 0.
     Raises:
         ValueError: wrong shapes, dtypes or devices.
     Sync: none; CUDA-graph safe.
@@ -52,8 +60,22 @@ def accept_rows(target_tokens: Tensor, qo_indptr: Tensor, candidates: Tensor, se
         last_tokens=candidates.new_empty(batch),
         new_seq_lens=torch.empty_like(seq_lens),
         target_tokens=torch.empty_like(candidates),
+        path=None if parents is None else candidates.new_empty((batch, max_depth + 1)),
     )
-    if batch > 0:
+    if batch > 0 and parents is not None:
+        check_tensor("parents", parents, (batch, width), INT64, candidates)
+        accept_tree_kernel[(batch,)](
+            target_tokens,
+            qo_indptr,
+            candidates,
+            seq_lens,
+            parents,
+            *accepted,
+            width,
+            max_depth,
+            WIDTH_BLOCK=triton.next_power_of_2(width),
+        )
+    elif batch > 0:
         programs, width_block = _plan_launch(batch, width)
         accept_kernel[(programs,)](
             target_tokens,
@@ -113,3 +135,53 @@ def accept_kernel(
     tl.store(bonus_tokens + requests, bonus, mask=is_request)
     tl.store(last_tokens + requests, last, mask=is_request)
     tl.store(new_seq_lens + requests, old_seq_lens + lens + 1, mask=is_request)
+
+
+@triton.jit(do_not_specialize=["width", "max_depth"])
+def accept_tree_kernel(
+    packed_tokens,
+    qo_indptr,
+    candidates,
+    seq_lens,
+    parents,
+    num_accepted,
+    bonus_tokens,
+    last_tokens,
+    new_seq_lens,
+    target_tokens,
+    path,
+    width,
+    max_depth,
+    WIDTH_BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    start = tl.load(qo_indptr + request)
+    verify_len = tl.load(qo_indptr + request + 1) - start
+    columns = tl.arange(0, WIDTH_BLOCK)
+    is_draft = (columns > 0) & (columns < verify_len)
+    drafts = tl.load(candidates + request * width + columns, mask=is_draft, other=0)
+    above = tl.load(parents + request * width + columns, mask=is_draft, other=-1).to(tl.int32)
+
+    at = start * 0
+    length = at
+    bonus = tl.load(packed_tokens + start).to(tl.int64)
+    emitted = tl.where(columns == 0, bonus, 0)
+    taken = tl.where(columns == 0, 0, width - 1)
+    for depth in range(1, max_depth + 1):
+        # Siblings differ, so at most one is the target's own token; nothing hangs below the end of a path.
+        is_next = is_draft & (above == at) & (drafts == bonus)
+        found = tl.min(tl.where(is_next, columns, WIDTH_BLOCK), axis=0)
+        goes_on = (found < WIDTH_BLOCK) & (length == depth - 1)
+        at = tl.where(goes_on, found, at)
+        length = tl.where(goes_on, depth, length)
+        bonus = tl.load(packed_tokens + start + at).to(tl.int64)
+        is_here = (columns == depth) & goes_on
+        emitted = tl.where(is_here, bonus, emitted)
+        taken = tl.where(is_here, at, taken)
+    tl.store(target_tokens + request * width + columns, emitted, mask=columns < width)
+    tl.store(path + request * (max_depth + 1) + columns, taken.to(tl.int64), mask=columns <= max_depth)
+    old_seq_len = tl.load(seq_lens + request)
+    tl.store(num_accepted + request, length)
+    tl.store(bonus_tokens + request, bonus)
+    tl.store(last_tokens + request, tl.load(candidates + request * width + at))
+    tl.store(new_seq_lens + request, old_seq_len + length + 1)

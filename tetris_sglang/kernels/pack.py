@@ -21,6 +21,7 @@ def pack_rows(
     req_pool_indices: Tensor,
     num_tokens: int,
     padding_slot: int = 0,
+    depths: Tensor | None = None,
     out: PackedTokens | None = None,
 ) -> PackedTokens:
     """Lay out each request's root and selected drafts, request after request, with positions and KV slots.
@@ -41,6 +42,7 @@ def pack_rows(
         num_tokens: rows to fill, >= sum(draft_lens) + batch. That is not checked, for it would need a sync;
             tokens for which there is no row are left out.
         padding_slot: KV slot that surplus rows may overwrite; SGLang's pools keep slot 0 for that.
+        depths: [batch, width] int64 of trees: a token's position is its depth after seq_lens, its slot still its column.
         out: tensors to write into (a captured graph's inputs); default: new ones.
     Returns:
         PackedTokens; `out` if given.
@@ -64,6 +66,8 @@ def pack_rows(
     check_tensor("seq_lens", seq_lens, (batch,), INTEGERS, draft_lens)
     check_tensor("req_to_token", req_to_token, tuple(req_to_token.shape), INT32, draft_lens)
     check_tensor("req_pool_indices", req_pool_indices, (batch,), INTEGERS, draft_lens)
+    if depths is not None:
+        check_tensor("depths", depths, (batch, width), INT64, draft_lens)
     if out is None:
         out = empty_packed_tokens(batch, num_tokens, draft_lens.device)
     else:
@@ -78,12 +82,14 @@ def pack_rows(
         seq_lens,
         req_to_token,
         req_pool_indices,
+        candidates if depths is None else depths,
         *out,
         batch,
         width,
         req_to_token.shape[1],
         num_tokens,
         padding_slot,
+        HAS_DEPTHS=depths is not None,
         WHOLE_BATCH=whole_batch,
         BLOCK=_BLOCK_REQUESTS,
         WIDTH_BLOCK=width_block,
@@ -109,6 +115,7 @@ def pack_kernel(
     seq_lens,
     req_to_token,
     req_pool_indices,
+    depths,
     packed_requests,
     packed_columns,
     verify_lens,
@@ -121,6 +128,7 @@ def pack_kernel(
     max_context,
     num_tokens,
     padding_slot,
+    HAS_DEPTHS: tl.constexpr,
     WHOLE_BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
@@ -143,10 +151,14 @@ def pack_kernel(
     columns = tl.arange(0, WIDTH_BLOCK)[None, :]
     rows = starts[:, None] + columns
     is_token = (columns < lens[:, None]) & (rows < num_tokens)
-    row_positions = tl.load(seq_lens + requests, mask=is_request, other=0).to(tl.int64)[:, None] + columns
+    first_positions = tl.load(seq_lens + requests, mask=is_request, other=0).to(tl.int64)[:, None]
+    cells = requests[:, None] * width + columns
     pool_rows = tl.load(req_pool_indices + requests, mask=is_request, other=0).to(tl.int64)[:, None]
-    row_slots = tl.load(req_to_token + pool_rows * max_context + row_positions, mask=is_token, other=0)
-    row_ids = tl.load(candidates + requests[:, None] * width + columns, mask=is_token, other=0)
+    row_slots = tl.load(req_to_token + pool_rows * max_context + first_positions + columns, mask=is_token, other=0)
+    row_ids = tl.load(candidates + cells, mask=is_token, other=0)
+    row_positions = first_positions + columns
+    if HAS_DEPTHS:
+        row_positions = first_positions + tl.load(depths + cells, mask=is_token, other=0)
     tl.store(packed_requests + rows, requests[:, None].to(tl.int64), mask=is_token)
     tl.store(packed_columns + rows, columns.to(tl.int64), mask=is_token)
     tl.store(positions + rows, row_positions, mask=is_token)

@@ -45,6 +45,20 @@ HOOKS: tuple[Hook, ...] = (
         "an info callback on speculative workers",
     ),
     Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+        "tetris_sglang.runtime.drafts.replacement.update_draft",
+        "AROUND",
+        "a draft can be replaced while the target stays",
+        "a selector in /update_weights_from_disk, as the other weight updates have",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
+        "tetris_sglang.runtime.drafts.replacement.keep_model_path",
+        "AROUND",
+        "the served model's name after a draft was replaced",
+        "a selector in /update_weights_from_disk, as the other weight updates have",
+    ),
+    Hook(
         "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         "tetris_sglang.runtime.requests.rows.add_headroom",
         "AROUND",
@@ -192,6 +206,21 @@ SYMBOLS: tuple[Symbol, ...] = (
         "sampling parameters that requests do not give are validated too",
     ),
     Symbol(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._update_model_path_info",
+        ("model_path", "load_format"),
+        "the served model's name after a draft was replaced",
+    ),
+    Symbol(
+        _SRT + "managers.io_struct.UpdateWeightFromDiskReqInput",
+        ("load_format", "manifest", "model_path"),
+        "a draft that takes another one's place",
+    ),
+    Symbol(
+        _FORWARD + "model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk",
+        ("model_path", "load_format"),
+        "a draft that takes another one's place",
+    ),
+    Symbol(
         _SRT + "entrypoints.openai.protocol.CompletionRequest",
         ("custom_params",),
         "options of a request over the OpenAI API",
@@ -337,6 +366,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "_draft_worker",
             "_target_worker",
             "clear_cache_pool",
+            "note_request_finished",
             "on_verify_complete_cpu",
             "spec_v2_attn_backends",
         ),
@@ -448,7 +478,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         _SRT + "mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
         ("tgt_loc", "src_loc"),
-        "accepted tree nodes, and branches of a draft's tree",
+        "accepted tree nodes",
     ),
     Symbol(_SRT + "mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), "where the last layer of a draft writes"),
     Symbol(

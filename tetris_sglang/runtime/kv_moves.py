@@ -1,36 +1,39 @@
-"""Moving key-value entries between a request's slots: accepted tree nodes, and branches of a draft's tree."""
+"""Moving the keys and values of accepted tree nodes to where a chain would have them."""
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from torch import Tensor
+
+from tetris_sglang.packing import AcceptedTokens, PackedTokens
 
 
-def move_kv(kv_pool: MHATokenToKVPool, target: Tensor, source: Tensor) -> None:
-    """Give every slot of `target` the keys and values of the same place in `source`, all layers.
+def commit_paths(kv_pool: MHATokenToKVPool, packed: PackedTokens, accepted: AcceptedTokens) -> None:
+    """Move the keys and values of accepted tree nodes, all layers, from their own columns to the columns of their depths.
 
-    A request's are all read before any is written: branches may change places.
+    A request's are all read before any is written. Does nothing for chains, which stand where they belong.
 
-    Args:
-        target, source: [batch, n] int64 slots; requests share none.
     Sync: none; CUDA-graph safe.
     """
-    if not target.is_cuda:
-        kv_pool.move_kv_cache(target.flatten(), source.flatten())
+    path, num_accepted = accepted.path, accepted.num_accepted
+    if path is None:
         return
-    from tetris_sglang.kernels.move import move_rows
+    if not path.is_cuda:
+        depths = torch.arange(path.shape[1])
+        requests, depths = ((path != depths) & (depths <= num_accepted[:, None])).nonzero(as_tuple=True)
+        if len(requests) == 0:
+            return
+        first = packed.qo_indptr[requests]
+        kv_pool.move_kv_cache(packed.slots[first + depths], packed.slots[first + path[requests, depths]])
+        return
+    from tetris_sglang.kernels.move import move_paths
 
-    move_rows(
-        kv_pool.data_ptrs,
-        kv_pool.data_strides,
-        max(_row_bytes(kv_pool)),
-        target.contiguous(),
-        source.contiguous(),
-    )
+    max_bytes = max(_row_bytes(kv_pool))
+    move_paths(kv_pool.data_ptrs, kv_pool.data_strides, max_bytes, packed.slots, packed.qo_indptr, path, num_accepted)
 
 
 def check_kv_pool(kv_pool) -> None:
-    """Stop start-up where `move_kv` could not move a pool's entries on a GPU.
+    """Stop start-up where `commit_paths` could not move a pool's entries on a GPU.
 
     Raises:
         ValueError: naming the flag and the way out.

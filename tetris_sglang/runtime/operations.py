@@ -16,10 +16,10 @@ from tetris_sglang.packing import (
     PackedTokens,
     accept_roots,
     accept_rows_reference,
-    accept_tree_rows,
     pack_roots,
     pack_rows_reference,
 )
+from tetris_sglang.runtime.kv_moves import commit_paths
 from tetris_sglang.runtime.requests.options import LARGEST_WEIGHT
 from tetris_sglang.selection import fill_capacity, get_selector
 
@@ -66,16 +66,14 @@ class Operations(NamedTuple):
             return pack_roots(grid.tokens[:, 0], seq_lens, req_to_token, rows)
         if draft_lens is None:
             draft_lens = torch.zeros_like(seq_lens, dtype=torch.int32)
-        if grid.shape is None:
-            return self.pack(draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens)
-        return pack_rows_reference(draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens, depths=grid.shape.depths)
+        depths = None if grid.shape is None else grid.shape.depths
+        return self.pack(draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens, depths=depths)
 
     def accept_grid(self, target_tokens: Tensor, packed: PackedTokens, grid: Grid, seq_lens: Tensor) -> AcceptedTokens:
         if grid.max_depth == 0:
             return accept_roots(target_tokens, grid.tokens[:, 0], seq_lens, grid.tokens.shape[1])
-        if grid.shape is None:
-            return self.accept(target_tokens, packed.qo_indptr, grid.tokens, seq_lens)
-        return accept_tree_rows(target_tokens, packed.qo_indptr, grid.tokens, seq_lens, grid.shape, grid.max_depth)
+        parents = None if grid.shape is None else grid.shape.parents
+        return self.accept(target_tokens, packed.qo_indptr, grid.tokens, seq_lens, parents, grid.max_depth)
 
 
 def warm_up(
@@ -83,13 +81,16 @@ def warm_up(
     max_batch_size: int,
     num_drafted: Sequence[int],
     width: int,
+    has_combs: bool,
     req_to_token: Tensor,
+    kv_pool,
 ) -> None:
     """Run every operation once for each power of two up to the largest batch: Triton compiles for each.
 
     Args:
         num_drafted: tokens that a request may draft in a step. width: columns of the grid.
-        req_to_token: SGLang's table; only read.
+        has_combs: whether runners-up are drafted.
+        req_to_token: SGLang's table. kv_pool: the target's. Both are only read.
     """
     device = req_to_token.device
     for exponent in range(max(1, max_batch_size - 1).bit_length() + 1):
@@ -102,10 +103,18 @@ def warm_up(
             survival = torch.full((batch_size, num_drafts), 0.5, device=device)
             draft_lens = operations.select(survival, capacity_tokens)
             operations.select(survival, capacity_tokens, torch.ones(batch_size, device=device))
-        packed = operations.pack(draft_lens, candidates, seq_lens, req_to_token, rows, batch_size + capacity_tokens)
+        num_tokens = batch_size + capacity_tokens
+        packed = operations.pack(draft_lens, candidates, seq_lens, req_to_token, rows, num_tokens)
+        parents = torch.zeros_like(candidates)
+        if has_combs:
+            operations.pack(draft_lens, candidates, seq_lens, req_to_token, rows, num_tokens, depths=parents)
         # Greedy tokens and sampled ones.
         for dtype in (torch.int64, torch.int32):
-            operations.accept(packed.input_ids.to(dtype), packed.qo_indptr, candidates, seq_lens)
+            tokens = packed.input_ids.to(dtype)
+            operations.accept(tokens, packed.qo_indptr, candidates, seq_lens)
+            if has_combs:  # what is accepted stands at its depth: nothing moves
+                accepted = operations.accept(tokens, packed.qo_indptr, candidates, seq_lens, parents, 1)
+                commit_paths(kv_pool, packed, accepted)
     # Drafts compile what they need while their graphs are captured.
     operations.draw(torch.ones((1, 2), device=device), rows[:1], rows[:1])
 

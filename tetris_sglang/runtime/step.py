@@ -14,6 +14,7 @@ from tetris_sglang.observers import Observer, StepRecord
 from tetris_sglang.packing import AcceptedTokens, PackedTokens
 from tetris_sglang.runtime.acceptance_rules import Acceptance
 from tetris_sglang.runtime.drafts.base import Draft
+from tetris_sglang.runtime.kv_moves import commit_paths
 from tetris_sglang.runtime.operations import Operations
 from tetris_sglang.runtime.planning.planner import StepPlanner
 from tetris_sglang.runtime.ranks import Ranks
@@ -21,9 +22,7 @@ from tetris_sglang.runtime.reports.phases import PhaseTimer
 from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.runtime.requests.weights import RequestWeights, Wishes
 from tetris_sglang.runtime.verify import (
-    commit_paths,
     compute_logprobs,
-    find_grid_slots,
     forward_target,
     graph_tier,
     make_grammar_tree,
@@ -80,7 +79,6 @@ class StepRunner:
             draft_lens, grid = self._share(draft_lens, grid)
             table, rows = batch.req_to_token_pool.req_to_token, batch.req_pool_indices
             packed = self._operations.pack_grid(draft_lens, grid, batch.seq_lens, table, rows, tier or num_tokens)
-            slots = find_grid_slots(grid, batch)
 
         # Copied to the host while the target's pass runs.
         grammar_tree = make_grammar_tree(grid) if batch.has_grammar else None
@@ -106,7 +104,7 @@ class StepRunner:
                 grammar_tree,
                 grammar_barrier,
             )
-            accepted = self._accept(batch, tokens, packed, grid, proposal, slots)
+            accepted = self._accept(batch, tokens, packed, grid, proposal)
             if on_publish is not None:
                 # The next step waits for this, and for nothing that follows.
                 on_publish(accepted.new_seq_lens)
@@ -130,15 +128,11 @@ class StepRunner:
         weights = None if wishes is None else wishes.weights
         return self._operations.select_drafts(proposal.survival, plan.capacity_tokens, weights)
 
-    def _accept(
-        self, batch, tokens: Tensor, packed: PackedTokens, grid: Grid, proposal: Proposal | None, slots: Tensor | None
-    ) -> AcceptedTokens:
+    def _accept(self, batch, tokens: Tensor, packed: PackedTokens, grid: Grid, proposal: Proposal | None) -> AcceptedTokens:
         """Keep drafts, from each root on; `tokens` [num_tokens] are the target's draws."""
         (tokens,) = self._ranks.share([tokens])
         accepted = self._acceptance.accept(batch, tokens, packed, grid, proposal)
-        if slots is not None:
-            kv_pool = self._target_worker.model_runner.token_to_kv_pool
-            commit_paths(kv_pool, slots, accepted.path, accepted.num_accepted)
+        commit_paths(self._target_worker.model_runner.token_to_kv_pool, packed, accepted)
         return accepted
 
     def _share(self, draft_lens: Tensor | None, grid: Grid) -> tuple[Tensor | None, Grid]:

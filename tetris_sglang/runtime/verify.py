@@ -24,7 +24,6 @@ from torch import Tensor
 from tetris_sglang.drafting import Grid, TreeShape, ancestor_mask
 from tetris_sglang.packing import AcceptedTokens, PackedTokens
 from tetris_sglang.runtime.host_copy import know_lengths
-from tetris_sglang.runtime.kv_moves import move_kv
 from tetris_sglang.runtime.logits import adjust_logits
 from tetris_sglang.runtime.request_texts import RequestTexts
 
@@ -39,6 +38,8 @@ class TetrisVerifyInput(EagleVerifyInput):
     """A verify input that carries the ragged layout to the attention backend."""
 
     ragged_verify_layout: RaggedVerifyLayout | None = None
+    parents: Tensor | None = None
+    """[batch, width] int64, see `TreeShape`: what a captured pass makes the mask of. None: chains, or the mask is there."""
 
     def generate_attn_arg_prefill(
         self,
@@ -92,19 +93,25 @@ def make_verify_input(
     positions: Tensor | None,
     layout: RaggedVerifyLayout,
     hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
-    ancestors: Tensor | None = None,
+    shape: TreeShape | None = None,
+    max_depth: int = 0,
+    has_mask: bool = False,
     batch=None,
 ) -> TetrisVerifyInput:
     """The verify input of a pass over packed tokens.
 
     Args:
         width: columns of the grid. hidden_mode: the target's states that the draft wants.
-        ancestors: [batch, width, width] bool, from `ancestor_mask`; None: chains.
+        shape: of trees, whose nodes are at most max_depth deep; None: chains.
+        has_mask: whether trees come with a mask; a captured pass makes it.
         batch: the decode ScheduleBatch; None while a graph is captured.
     """
+    mask = None
+    if shape is not None and has_mask:
+        mask = ancestor_mask(shape.parents[:, :width], max_depth).flatten()
     return TetrisVerifyInput(
         draft_token=input_ids,
-        custom_mask=None if ancestors is None else ancestors.flatten(),
+        custom_mask=mask,
         positions=positions,
         retrieve_index=None,
         retrieve_next_token=None,
@@ -112,12 +119,13 @@ def make_verify_input(
         retrieve_cum_len=None,
         spec_steps=width - 1,
         # To SGLang a tree is what has more than one; it is irregular here.
-        topk=1 if ancestors is None else -1,
+        topk=1 if shape is None else -1,
         draft_token_num=width,
         capture_hidden_mode=hidden_mode,
         seq_lens_sum=None if batch is None else batch.seq_lens_sum,
         seq_lens_cpu=None if batch is None else batch.seq_lens_cpu,
         ragged_verify_layout=layout,
+        parents=None if shape is None or has_mask else shape.parents,
     )
 
 
@@ -153,8 +161,8 @@ def forward_target(
         width = int(packed.verify_lens.max())  # nobody waits for it there
     elif max_drafts is not None and grid.shape is None:
         width = max_drafts + 1
-    plans_on_host = getattr(target_worker.model_runner.attn_backend, "plans_eager_passes_on_host", False)
-    if plans_on_host and graph_tier(target_worker, len(packed.verify_lens), len(packed.input_ids)) is None:
+    is_eager = graph_tier(target_worker, len(packed.verify_lens), len(packed.input_ids)) is None
+    if is_eager and getattr(target_worker.model_runner.attn_backend, "plans_eager_passes_on_host", False):
         know_lengths(batch)
     batch.input_ids = packed.input_ids
     batch.out_cache_loc = packed.slots
@@ -164,7 +172,9 @@ def forward_target(
         input_ids=packed.input_ids,
         positions=packed.positions,
         hidden_mode=hidden_mode,
-        ancestors=None if grid.shape is None else ancestor_mask(grid.shape.parents[:, :width], grid.max_depth),
+        shape=grid.shape,
+        max_depth=grid.max_depth,
+        has_mask=is_eager,
         layout=RaggedVerifyLayout(
             verify_lens=packed.verify_lens,
             graph_num_tokens=packed.input_ids.shape[0],
@@ -219,7 +229,7 @@ def sample_target(
     adjust_logits(logits, batch, grid, requests, columns, texts, grammar_mask)
     logprob_logits = logits.clone() if batch.return_logprob else None
     changed = {name: None for name in _ADJUSTED if getattr(sampling_info, name) is not None}
-    if grid.max_depth:
+    if grid.max_depth and not sampling_info.is_all_greedy:
         settings = {name: getattr(sampling_info, name) for name in _PER_REQUEST}
         changed |= {name: setting[requests] for name, setting in settings.items() if setting is not None}
     tokens = sampler(
@@ -291,28 +301,3 @@ def compute_logprobs(
     logits_output.next_token_logits = strided.flatten(0, 1)
     compute_spec_logprobs(batch, logits_output, target_tokens.reshape(-1), chain_stride=stride)
     logits_output.next_token_logits = None
-
-
-def find_grid_slots(grid: Grid, batch) -> Tensor | None:
-    """[batch, width] int64, the KV slot of every column of a tree's grid; None: chains, which stay where they are.
-
-    To be read before the scheduler may give a finished request's row to another one.
-    """
-    if grid.shape is None:
-        return None
-    columns = batch.seq_lens[:, None] + torch.arange(grid.tokens.shape[1], device=batch.seq_lens.device)
-    table = batch.req_to_token_pool.req_to_token
-    return table[batch.req_pool_indices[:, None], columns].to(torch.int64)
-
-
-def commit_paths(kv_pool, slots: Tensor, path: Tensor, num_accepted: Tensor) -> None:
-    """Move the KV of accepted tree nodes from their own columns to the columns of their depths.
-
-    Args:
-        slots: [batch, max_depth + 1 or more] int64, the slot of every column; and of every column that `path` names.
-        path: [batch, max_depth + 1], from `accept_tree`. num_accepted: [batch].
-    """
-    depths = torch.arange(path.shape[1], device=path.device)
-    target = slots[:, : path.shape[1]]
-    source = torch.where(depths <= num_accepted[:, None], slots.gather(1, path), target)
-    move_kv(kv_pool, target, source)

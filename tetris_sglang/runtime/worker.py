@@ -31,6 +31,7 @@ from tetris_sglang.runtime.drafts.kv import ModelKV
 from tetris_sglang.runtime.drafts.model import ModelDraft
 from tetris_sglang.runtime.drafts.ngram import NgramDraft
 from tetris_sglang.runtime.drafts.passes import DraftPasses
+from tetris_sglang.runtime.drafts.replacement import why_unlike
 from tetris_sglang.runtime.drafts.spec import DraftSpec
 from tetris_sglang.runtime.drafts.tokenizers import find_vocabulary
 from tetris_sglang.runtime.drafts.workers import BlockWorker, HeadWorker, StandaloneModelWorker
@@ -44,6 +45,7 @@ from tetris_sglang.runtime.ranks import Ranks
 from tetris_sglang.runtime.reports.metrics import StepMetrics
 from tetris_sglang.runtime.reports.phases import PhaseTimer
 from tetris_sglang.runtime.reports.recording import StepRecorder
+from tetris_sglang.runtime.reports.traffic import TextRecorder
 from tetris_sglang.runtime.request_texts import RequestTexts
 from tetris_sglang.runtime.requests.seeds import RequestSeeds, install_sampler
 from tetris_sglang.runtime.requests.weights import RequestWeights
@@ -70,7 +72,7 @@ class TetrisWorker(BaseSpecWorker):
         self._kind = current_kind()
         self._ranks = Ranks(get_parallel().tp_group)
         # What only the first rank may have: a file, and a clock.
-        alike = replace(self.config, record=None, phase_times=False)
+        alike = replace(self.config, record=None, record_text=None, phase_times=False)
         self._ranks.require_alike((alike, self._kind), "TETRIS's settings")
 
         self._target_worker = target_worker
@@ -126,6 +128,9 @@ class TetrisWorker(BaseSpecWorker):
         self._estimator = AcceptanceEstimator(spec.num_steps, self.device, steps_together) if config.calibration else None
         self._draft = self._make_draft(spec)
         self._recorder = self._make_recorder(num_slots)
+        self._text_recorder: TextRecorder | None = None
+        if config.record_text is not None and self._ranks.is_first:
+            self._text_recorder = TextRecorder(config.record_text, get_parallel().dp_rank)
 
     def _find_vocabulary(self) -> VocabularyMap | None:
         runners = self._target_worker.model_runner, self._draft_worker.draft_runner
@@ -163,16 +168,19 @@ class TetrisWorker(BaseSpecWorker):
         """The attention backends are there: passes run, are captured and timed, and steps can."""
         super().init_cuda_graphs()
         if self._draft_worker is not None:
-            self._draft.capture()
+            num_nodes = self._draft.count_nodes(self.speculative_num_steps)
+            self._draft.capture(capacity_shares(num_nodes) if self.config.capacity_is_automatic else None)
         limits = self._make_limits()
         if self.device == "cuda":
-            pool = self._target_worker.model_runner.req_to_token_pool
+            runner = self._target_worker.model_runner
             warm_up(
                 self._operations,
-                pool.size,
+                runner.req_to_token_pool.size,
                 sorted({limits.count_nodes(depth) for depth in limits.depths}),
                 self.speculative_num_draft_tokens,
-                pool.req_to_token,
+                self._spec.num_children > 1,
+                runner.req_to_token_pool.req_to_token,
+                runner.token_to_kv_pool,
             )
         phases = PhaseTimer(self.config.phase_times, self._metrics.count_phase, on_cuda=self.device == "cuda")
         self._planner = StepPlanner(self._make_policy(), limits, self._metrics, self.device, self._ranks)
@@ -196,7 +204,7 @@ class TetrisWorker(BaseSpecWorker):
 
     def _make_observers(self) -> list[Observer]:
         learners = [learner for learner in (self._texts, self._weights, self._estimator) if learner is not None]
-        reporters = [reporter for reporter in (self._recorder, self._metrics) if reporter is not None]
+        reporters = [each for each in (self._recorder, self._text_recorder, self._metrics) if each is not None]
         runner = self._target_worker.model_runner.decode_cuda_graph_runner  # None on a CPU, or without graphs
         if runner is None:
             return [*learners, *reporters]
@@ -228,6 +236,24 @@ class TetrisWorker(BaseSpecWorker):
         self._planner.after_result(sum(num_correct_drafts_per_req))
         if self._recorder is not None:
             self._recorder.write()
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        if self._text_recorder is not None:
+            self._text_recorder.finish(rid)
+
+    def replace_draft(self, model_path: str, load_format: str) -> tuple[bool, str]:
+        """See `drafts/replacement.py`; whether it was done, and what to tell."""
+        if self._draft_worker is None:
+            return False, "this server drafts from texts: there is no draft to replace"
+        runner = self._draft_worker.draft_runner
+        if reason := why_unlike(model_path, runner.model_config):
+            return False, reason
+        success, message = runner.weight_updater.update_weights_from_disk(model_path, load_format)
+        if success:
+            self._planner.forget()
+            if self._estimator is not None:
+                self._estimator.forget()
+        return success, message
 
     def clear_cache_pool(self) -> None:
         """SGLang's cache is flushed: what requests wrote goes with it."""

@@ -7,7 +7,8 @@ import torch
 from tetris_sglang.portable_cpu.activate import activate
 
 activate()  # as SGLang does, before its modules are imported
-from tetris_sglang.runtime.drafts.windows import Window, align_right, make_draft_input, read_window
+from tetris_sglang.packing import align_right
+from tetris_sglang.runtime.drafts.windows import Window, make_draft_input, read_window
 
 
 def test_draft_input_survives_the_scheduler_filtering_and_merging_batches():

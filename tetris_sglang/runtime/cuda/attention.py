@@ -9,7 +9,7 @@ from sglang.srt.runtime_context import get_spec
 from torch import Tensor
 
 from tetris_sglang.config import TetrisConfig
-from tetris_sglang.runtime.cuda.verify_plan import VerifyPlan, make_plan
+from tetris_sglang.runtime.cuda.pass_plan import PassPlan, make_plan
 from tetris_sglang.runtime.drafts.spec import count_children
 
 
@@ -30,14 +30,14 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
             )
         self.supports_ragged_verify_graph = config.verify_plan != "eager"
         self._on_device = config.verify_plan == "device" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
-        self._verify_plans: dict[int, VerifyPlan] = {}
+        self._verify_plans: dict[int, PassPlan] = {}
         """By token tier."""
-        self._width = get_spec().speculative_num_draft_tokens
-        self._drafts_combs = count_children(get_spec().speculative_num_steps, self._width) > 1
+        self._max_depth, self._width = get_spec().speculative_num_steps, get_spec().speculative_num_draft_tokens
+        self._drafts_combs = count_children(self._max_depth, self._width) > 1
         self._packed_mask: Tensor | None = None
         """Shared by all tiers: one pass runs at a time."""
-        self._ancestors: Tensor | None = None
-        """[requests, width, width] bool, of the trees last verified; a root is its own ancestor. Graphs read it."""
+        self._parents: Tensor | None = None
+        """[requests, width] int64, of the trees last verified. Graphs read it."""
 
     @property
     def needs_cpu_seq_lens(self) -> bool:
@@ -53,9 +53,8 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
         if in_capture:
             self._verify_plans[tier] = self._make_plan(forward_batch.batch_size, tier)
         plan = self._verify_plans[tier]
-        if spec_info.custom_mask is not None:
-            ancestors = spec_info.custom_mask.view(-1, self._width, self._width)
-            self._ancestors[: len(ancestors)] = ancestors
+        if spec_info.parents is not None:
+            self._parents[: len(spec_info.parents)] = spec_info.parents
         if in_capture:
             self._lay_out(plan, forward_batch)
             plan.capture()
@@ -72,21 +71,21 @@ class TetrisFlashInferBackend(FlashInferAttnBackend):
                 self._lay_out(plan, forward_batch)
                 plan.replan()
 
-    def _lay_out(self, plan: VerifyPlan, forward_batch) -> None:
+    def _lay_out(self, plan: PassPlan, forward_batch) -> None:
         """The lengths, masks and KV indices of a pass."""
         plan.set_lengths(forward_batch.spec_info.ragged_verify_layout.verify_lens, forward_batch.seq_lens)
         if self._drafts_combs:
-            plan.set_trees(self._ancestors[: forward_batch.batch_size])
+            plan.set_trees(self._parents[: forward_batch.batch_size], self._max_depth)
         kv_lens_sum = None
         if not plan.on_device and forward_batch.seq_lens_sum is not None:
             kv_lens_sum = forward_batch.seq_lens_sum + plan.num_rows
         plan.pack_indices(self.kv_index_translator, forward_batch, kv_lens_sum)
 
-    def _make_plan(self, num_requests: int, num_rows: int) -> VerifyPlan:
-        if self._drafts_combs and self._ancestors is None:
-            # Upstream captures the largest tier first.
-            shape = num_requests, self._width, self._width
-            self._ancestors = torch.ones(shape, dtype=torch.bool, device=self.workspace_buffer.device).tril_()
+    def _make_plan(self, num_requests: int, num_rows: int) -> PassPlan:
+        if self._drafts_combs and self._parents is None:
+            # Upstream captures the largest tier first. Chains, to begin with.
+            chain = torch.arange(-1, self._width - 1, device=self.workspace_buffer.device).clamp_(min=0)
+            self._parents = chain.repeat(num_requests, 1)
         return make_plan(
             self,
             self.cuda_graph_kv_indices[0],

@@ -6,7 +6,7 @@ import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, PrefillMetadata
 
 from tetris_sglang.runtime.cuda.attention import TetrisFlashInferBackend
-from tetris_sglang.runtime.cuda.verify_plan import VerifyPlan, make_plan
+from tetris_sglang.runtime.cuda.pass_plan import PassPlan, make_plan
 
 
 def plans_on_device(target_backend, backend) -> bool:
@@ -59,7 +59,7 @@ class DraftAttention:
         self._backend.forward_metadata = PrefillMetadata([plan.wrapper], use_ragged=False, extend_no_prefix=False)
         return self
 
-    def _lay_out(self, number: int, forward_batch) -> VerifyPlan:
+    def _lay_out(self, number: int, forward_batch) -> PassPlan:
         """The pass's plan, with its lengths and KV indices."""
         which = min(number, 1)
         plan, num_rows = self._plans[which], self._num_rows[which]

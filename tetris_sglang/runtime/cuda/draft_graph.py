@@ -17,11 +17,11 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
 from sglang.srt.speculative.eagle_info import EagleDraftInput
-from sglang.srt.speculative.eagle_utils import get_draft_input_from_target_hidden_dim
 from sglang.srt.utils import get_available_gpu_memory
 from torch import Tensor
 
 from tetris_sglang.acceptance import RequestNoise
+from tetris_sglang.capacity import measure_curves
 from tetris_sglang.drafting import Proposal, TreeShape
 from tetris_sglang.runtime.cuda.draft_attention import DraftAttention, plans_on_device
 from tetris_sglang.runtime.drafts.dflash import BlockPasses, make_block_input
@@ -31,13 +31,18 @@ from tetris_sglang.runtime.drafts.windows import Window, make_window_input
 logger = logging.getLogger(__name__)
 
 
-def capture_drafts(passes: DraftPasses) -> DraftGraphs | None:
-    """Capture for every batch size that SGLang captures; None where decode graphs are switched off."""
+def capture_drafts(passes: DraftPasses, states: Tensor | None, shares: Sequence[float] | None) -> DraftGraphs | None:
+    """Capture for every batch size that SGLang captures; None where decode graphs are switched off.
+
+    Args:
+        states: [slots, window_width, size], the target's states that go with the windows of the requests in these slots.
+        shares: as in `ModelDraft.capture`.
+    """
     if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
         return None
     worker = passes.worker
     started_at, before = time.perf_counter(), get_available_gpu_memory(worker.device, worker.gpu_id)
-    graphs = BlockGraphs(passes) if isinstance(passes, BlockPasses) else DraftGraphs(passes)
+    graphs = (BlockGraphs if isinstance(passes, BlockPasses) else DraftGraphs)(passes, states, shares)
     after = get_available_gpu_memory(worker.device, worker.gpu_id)
     logger.info(
         "TETRIS: captured drafts of %s batch sizes to the depths %s in %.1f s, %.2f GiB",
@@ -63,14 +68,25 @@ def captured_depths(num_steps: int) -> list[int]:
 class DraftGraphs(EAGLEDraftCudaGraphRunner):
     """Upstream's capture loop, buffers and backend around `DraftPasses.run`."""
 
-    def __init__(self, passes: DraftPasses, depths: Sequence[int] | None = None) -> None:
-        self._passes, self._spec = passes, passes.spec
+    def __init__(
+        self,
+        passes: DraftPasses,
+        states: Tensor | None,
+        shares: Sequence[float] | None,
+        depths: Sequence[int] | None = None,
+    ) -> None:
+        self._passes, self._spec, self._states = passes, passes.spec, states
+        self._shares = None if shares is None else torch.tensor(shares, dtype=torch.float32, device=passes.runner.device)
         self._width = passes.spec.window_width
         self.depths = depths or captured_depths(passes.spec.num_steps)
         self._batches: dict[int, tuple[ForwardBatch, ForwardBatch]] = {}
         """The captured batches by size: the window's pass and the others (of a block: itself). They view the static buffers."""
         self._parts: tuple[str, ...] = ()
         """Of a proposal, in the order of a graph's outputs."""
+        self._outputs: dict[tuple[int, int], list[Tensor]] = {}
+        """Where the graphs of a batch size and a depth leave their proposals. Not in the memory that SGLang's graphs share: the
+        target's would overwrite them."""
+        self._all_greedy = True
         self._attention: dict[int, DraftAttention] = {}
         """By batch size, where the graphs plan their attention."""
         self.plans_on_device = self._can_plan_on_device()
@@ -94,11 +110,6 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             # Scales of 0: greedily.
             self._seeds = torch.zeros(self.max_bs, dtype=torch.int64)
             self._scales = torch.zeros(self.max_bs, dtype=torch.float32)
-            self._hidden_states = None
-            if self._spec.reads_hidden_states:
-                size = get_draft_input_from_target_hidden_dim(self.model_runner)
-                dtype = self.model_runner.model_config.dtype
-                self._hidden_states = torch.zeros((self.max_bs, self._width, size), dtype=dtype)
         self._draft_lens_cpu = torch.zeros(self.max_bs, dtype=torch.int64)
         self._fill(self.max_bs, 0)
         self._window_backend.init_cuda_graph_state(self.max_bs, self._width * self.max_bs)
@@ -130,26 +141,43 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
     def _key(self, size: int, depth: int):
         return self._make_graph_key(size, variant_label=f"depth {depth}")
 
-    def _make_run(self, size: int, depth: int, first: ForwardBatch, rest: ForwardBatch) -> Callable[[], tuple[Tensor, ...]]:
+    def _make_run(self, size: int, depth: int, first: ForwardBatch, rest: ForwardBatch) -> Callable[[], list[Tensor]]:
         """What is captured: the parts of the proposal that there are, those of its shape last."""
         buffers = self.buffers
 
-        def run_once() -> tuple[Tensor, ...]:
-            window = self._window(size)
+        def run_once() -> list[Tensor]:
             rows, seq_lens = buffers.req_pool_indices[:size], buffers.seq_lens[:size]
+            self._set_draft_lens(size)
+            window = self._window(size)
             noise = RequestNoise(self._seeds[:size], self._scales[:size])
             places = self._passes.locate(window, seq_lens, rows, depth)
             match = self._passes.find_match(rows, depth)
             # Each pass replaces the states that the others read.
             first.spec_info.hidden_states = None if window.hidden_states is None else window.hidden_states.flatten(0, 1)
-            return self._unpack(self._passes.run(first, rest, window, places, noise, match, depth, self._forward))
+            proposal = self._passes.run(first, rest, window, places, noise, match, depth, self._forward)
+            return self._keep(proposal, size, depth)
 
         return run_once
 
-    def _unpack(self, proposal: Proposal) -> tuple[Tensor, ...]:
+    def _keep(self, proposal: Proposal, size: int, depth: int) -> list[Tensor]:
         parts = {name: part for name, part in proposal._asdict().items() if part is not None and name != "shape"}
         self._parts = tuple(parts)
-        return (*parts.values(), *(proposal.shape or ()))
+        made = [*parts.values(), *(proposal.shape or ())]
+        if self._shares is not None:
+            survival, depths = proposal.survival, torch.arange(1, proposal.survival.shape[1] + 1, device=self.device)
+            if proposal.shape is not None:
+                depths = proposal.shape.depths[:, 1:]
+            # No request is in row 0 (`_fill`).
+            is_real = self.buffers.req_pool_indices[:size] > 0
+            made.append(measure_curves(survival, depths, depth, self._shares, is_real))
+        if (size, depth) not in self._outputs:  # SGLang runs what it captures twice before
+            self._outputs[size, depth] = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in made]
+        for kept, each in zip(self._outputs[size, depth], made, strict=True):
+            kept.copy_(each)
+        return self._outputs[size, depth]
+
+    def _set_draft_lens(self, size: int) -> None:
+        torch.add(self.buffers.seq_lens[:size], 1 - self._spec.shift, out=self._draft_lens[:size])
 
     def _forward(self, forward_batch: ForwardBatch, backend):
         if self.plans_on_device:
@@ -162,9 +190,9 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         return self._passes.forward(forward_batch, backend)
 
     def _window(self, size: int) -> Window:
-        states = self._hidden_states
         counts = None if self._spec.keeps_kv else self._counts[:size]
-        return Window(self._tokens[:size], counts, None if states is None else states[:size])
+        states = None if self._states is None else self._states[self.buffers.req_pool_indices[:size]]
+        return Window(self._tokens[:size], counts, states)
 
     def _make_batches(self, size: int) -> tuple[ForwardBatch, ForwardBatch]:
         buffers, device, width = self.buffers, self.device, self._width
@@ -231,32 +259,37 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
             req_pool_indices: [batch]. noise: [batch]; None: all requests are greedy.
             depth: one of `depths`.
         Returns:
-            Copies: SGLang's graphs share one memory pool, so the target's replay overwrites this one's output.
+            Overwritten by the next one of this size and depth.
         """
         batch_size = seq_lens.shape[0]
         size = self._pad_to_bucket(batch_size, self.capture_bs)
         if size != batch_size:
             self._fill(size, batch_size)
-        extra = 1 - self._spec.shift
-        self._tokens[:batch_size] = window.tokens
-        self._counts[:batch_size] = window.counts
-        if self._hidden_states is not None:
-            self._hidden_states[:batch_size] = window.hidden_states
-        self.buffers.seq_lens[:batch_size] = seq_lens
-        self._draft_lens[:batch_size] = seq_lens + extra
-        self.buffers.req_pool_indices[:batch_size] = req_pool_indices
-        if noise is None:
-            self._scales.zero_()
-        else:
-            self._seeds[:batch_size] = noise.seeds
+        static = [self._tokens, self.buffers.seq_lens, self.buffers.req_pool_indices]
+        values = [window.tokens, seq_lens, req_pool_indices]
+        if not self._spec.keeps_kv:
+            static.append(self._counts)
+            values.append(window.counts)
+        if noise is not None:
+            static.append(self._seeds)
+            values.append(noise.seeds)
             self._scales[:batch_size] = noise.scales
+        elif not self._all_greedy:
+            self._scales.zero_()
+        self._all_greedy = noise is None
+        # Of one type: one launch.
+        torch._foreach_copy_([each[:batch_size] for each in static], values)
         first, rest = self._batches[size]
         if not self.plans_on_device:
+            self._set_draft_lens(size)
             self._plan_from_host(first, rest if depth > 1 else None, seq_lens_cpu, size)
         outputs = self._replay_graph(self._key(size, depth), rest)
-        outputs = [output[:batch_size].clone() for output in outputs]
+        curves = None
+        if self._shares is not None:
+            *outputs, curves = outputs
+        outputs = [output[:batch_size] for output in outputs]
         parts, shape = outputs[: len(self._parts)], outputs[len(self._parts) :]
-        return Proposal(**dict(zip(self._parts, parts, strict=True)), shape=TreeShape(*shape) if shape else None)
+        return Proposal(**dict(zip(self._parts, parts, strict=True)), shape=TreeShape(*shape) if shape else None, curves=curves)
 
     def _plan_from_host(self, first: ForwardBatch, rest: ForwardBatch | None, seq_lens_cpu: Tensor | None, size: int) -> None:
         """`seq_lens_cpu` as in `replay`."""
@@ -279,8 +312,6 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         self._draft_lens_cpu[start:size] = self._width + 1 - self._spec.shift
         self.buffers.req_pool_indices[start:size] = 0
         self._scales[start:size] = 0
-        if self._hidden_states is not None:
-            self._hidden_states[start:size] = 0
 
 
 class BlockGraphs(DraftGraphs):
@@ -288,8 +319,8 @@ class BlockGraphs(DraftGraphs):
 
     _passes: BlockPasses
 
-    def __init__(self, passes: BlockPasses) -> None:
-        super().__init__(passes, passes.depths)
+    def __init__(self, passes: BlockPasses, states: Tensor, shares: Sequence[float] | None) -> None:
+        super().__init__(passes, states, shares, passes.depths)
 
     def _can_plan_on_device(self) -> bool:
         return False
@@ -320,16 +351,17 @@ class BlockGraphs(DraftGraphs):
             first.seq_lens_cpu = first.seq_lens_cpu + self._width
         super()._plan(first, None, in_capture)
 
-    def _make_run(self, size: int, depth: int, first: ForwardBatch, rest: ForwardBatch) -> Callable[[], tuple[Tensor, ...]]:
-        def run_once() -> Proposal:
+    def _make_run(self, size: int, depth: int, first: ForwardBatch, rest: ForwardBatch) -> Callable[[], list[Tensor]]:
+        def run_once() -> list[Tensor]:
+            self._set_draft_lens(size)
             window, rows = self._window(size), self.buffers.req_pool_indices[:size]
             noise = RequestNoise(self._seeds[:size], self._scales[:size])
             places = self._passes.locate(window, self.buffers.seq_lens[:size], rows, depth)
-            return self._passes.run_block(
-                first, window, places, noise, self._passes.find_match(rows, depth), self._forward_block
-            )
+            match = self._passes.find_match(rows, depth)
+            proposal = self._passes.run_block(first, window, places, noise, match, self._forward_block)
+            return self._keep(proposal, size, depth)
 
-        return lambda: self._unpack(run_once())
+        return run_once
 
     def _forward_block(self, block: ForwardBatch, embeds: Tensor) -> Tensor:
         backend = self._window_backend

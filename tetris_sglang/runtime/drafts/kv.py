@@ -9,10 +9,11 @@ import torch
 from sglang.srt.speculative.eagle_utils import get_draft_input_from_target_hidden_dim
 from torch import Tensor
 
+from tetris_sglang.packing import align_right
 from tetris_sglang.runtime.drafts.catch_up import MissedTokens
 from tetris_sglang.runtime.drafts.kv_only import KVOnlyPasses
 from tetris_sglang.runtime.drafts.passes import DraftPasses
-from tetris_sglang.runtime.drafts.windows import Window, align_right, slide_window
+from tetris_sglang.runtime.drafts.windows import Window, slide_window
 from tetris_sglang.runtime.host_copy import send
 
 _CATCH_UP_ROWS = 4096

@@ -27,14 +27,15 @@ from torch import Tensor
 
 from tetris_sglang.drafting import Proposal
 from tetris_sglang.observers import StepRecord
+from tetris_sglang.packing import keep_windows_reference
 from tetris_sglang.runtime.acceptance_rules import Acceptance
 from tetris_sglang.runtime.drafts.kv import DraftKV
 from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.windows import (
     Window,
-    align_right,
     make_draft_input,
     read_window,
+    relay_window,
     replace_bonus,
 )
 from tetris_sglang.runtime.host_copy import send
@@ -77,14 +78,18 @@ class ModelDraft:
         """See `Draft`."""
         return self.spec.count_nodes(depth)
 
-    def capture(self) -> None:
-        """Capture the passes as CUDA graphs, where there are any; when the attention backends are there."""
+    def capture(self, shares: Sequence[float] | None) -> None:
+        """Capture the passes as CUDA graphs, where there are any; when the attention backends are there.
+
+        Args:
+            shares: capacities per request that the planner wants curves for (`measure_curves`); None: it wants none.
+        """
         if self.runner.device != "cuda" or self.spec.num_steps < 2:
             return
         from tetris_sglang.runtime.cuda.draft_graph import capture_drafts
 
         with self._context():
-            self._graphs = capture_drafts(self._passes)
+            self._graphs = capture_drafts(self._passes, self._states, shares)
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
@@ -139,21 +144,18 @@ class ModelDraft:
 
     def _after_drafted(self, record: StepRecord, hidden_states: Tensor | None) -> EagleDraftInput:
         """The accepted tokens whose KV the draft's passes have not left."""
-        accepted, request_rows = record.accepted, record.batch.req_pool_indices
+        accepted, packed, slots = record.accepted, record.packed, record.batch.req_pool_indices
         width = self.spec.window_width
         if self.spec.keeps_kv:
             known = torch.stack((accepted.last_tokens, accepted.bonus_tokens), dim=1)
-            return self._make_input(request_rows, Window(known), accepted.bonus_tokens)
-        counts = accepted.num_accepted + 1
-        tokens = align_right(accepted.target_tokens[:, :width], counts)
-        states = None
-        if hidden_states is not None:
-            columns = accepted.path
-            if columns is None:
-                columns = torch.arange(width, device=counts.device)
-            rows = align_right((record.packed.qo_indptr[:-1, None] + columns).long(), counts)
-            states = hidden_states[rows.clamp_(max=hidden_states.shape[0] - 1)]
-        return self._make_input(request_rows, Window(tokens, counts, states), accepted.bonus_tokens)
+            return self._make_input(slots, Window(known), accepted.bonus_tokens)
+        if not slots.is_cuda:
+            window = Window(*keep_windows_reference(accepted, packed.qo_indptr, hidden_states, width))
+            return self._make_input(slots, window, accepted.bonus_tokens)
+        from tetris_sglang.kernels.hand_over import keep_windows
+
+        tokens, counts = keep_windows(accepted, packed.qo_indptr, hidden_states, self._states, slots, width)
+        return relay_window(tokens, counts, accepted.bonus_tokens)
 
     def _after_undrafted(
         self, record: StepRecord, draft_input: EagleDraftInput, hidden_states: Tensor | None
@@ -164,7 +166,7 @@ class ModelDraft:
             # It reads the requests' rows later than the target's pass did, which SGLang waits for before it writes them.
             self._target_runner.shared_read_done_event = None
             with self._context():
-                window = self._kv.catch_up(record.batch, self._read_window(record.batch, draft_input))
+                window = self._kv.catch_up(record.batch, self._add_states(record.batch, read_window(draft_input)))
             draft_input = self._make_input(record.batch.req_pool_indices, window, accepted.bonus_tokens)
         # Every row is a root.
         states = None if hidden_states is None else hidden_states[: len(accepted.bonus_tokens)]
@@ -174,16 +176,18 @@ class ModelDraft:
     def _make_input(self, rows: Tensor, window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
         """As a window of full width, whatever `window` has, of the requests in the slots `rows` [batch]."""
         width = self.spec.window_width
-        if self._states is not None:
-            first = width - window.hidden_states.shape[1]
-            self._states[rows, first:] = window.hidden_states.to(self._states.dtype)
+        self._keep_states(rows, window)
         tokens = torch.nn.functional.pad(window.tokens, (width - window.tokens.shape[1], 0))
         return make_draft_input(Window(tokens, window.counts), bonus_tokens)
 
-    def _read_window(self, batch, draft_input: EagleDraftInput) -> Window:
-        """What `_make_input` made."""
-        states = None if self._states is None else self._states[batch.req_pool_indices]
-        return read_window(draft_input)._replace(hidden_states=states)
+    def _keep_states(self, rows: Tensor, window: Window) -> None:
+        if self._states is not None:
+            first = self.spec.window_width - window.hidden_states.shape[1]
+            self._states[rows, first:] = window.hidden_states.to(self._states.dtype)
+
+    def _add_states(self, batch, window: Window) -> Window:
+        """Those that were kept, to a window of full width."""
+        return window if self._states is None else window._replace(hidden_states=self._states[batch.req_pool_indices])
 
     # -- drafting --------------------------------------------------------------------------------------------------
 
@@ -195,11 +199,14 @@ class ModelDraft:
             return self._run_passes(batch, depth)
 
     def _run_passes(self, batch, depth: int) -> Proposal:
-        window = self._kv.catch_up(batch, self._read_window(batch, batch.spec_info))
+        window = read_window(batch.spec_info)
+        if self._kv.missed.num_tokens(batch):
+            window = self._kv.catch_up(batch, self._add_states(batch, window))
+            self._keep_states(batch.req_pool_indices, window)
         noise = self._acceptance.draft_noise(batch)
         has_graph = self._graphs is not None and self._graphs.can_run(len(batch.reqs))
         if not has_graph or not self._graphs.plans_on_device:
             self._passes.know_lengths(batch)
-        if has_graph:
+        if has_graph:  # which reads the states where they are kept
             return self._graphs.replay(window, batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, noise, depth)
-        return self._passes.propose(batch, window, noise, depth)
+        return self._passes.propose(batch, self._add_states(batch, window), noise, depth)

@@ -23,23 +23,28 @@ class Window(NamedTuple):
 
 
 def make_draft_input(window: Window, bonus_tokens: Tensor) -> EagleDraftInput:
-    """What one step hands to the next one, in the fields that SGLang's relay carries between iterations. States stay behind:
-    they are large, and SGLang would copy them with every change of the batch.
+    """What one step hands to the next one, without states: they are large, and SGLang would copy them with every change of the
+    batch.
 
     Args:
         bonus_tokens: [batch] the last tokens of the texts; SGLang reads them.
     """
     batch = window.tokens.shape[0]
     counts = window.tokens.new_full((batch,), window.tokens.shape[1]) if window.counts is None else window.counts
-    return _make_draft_input(counts.to(torch.float32).unsqueeze(1), window.tokens, bonus_tokens)
+    return relay_window(window.tokens, counts.to(torch.float32).unsqueeze(1), bonus_tokens)
 
 
 def replace_bonus(draft_input: EagleDraftInput, bonus_tokens: Tensor) -> EagleDraftInput:
     """After a step without the draft: the window stays, and `MissedTokens` has what comes behind it."""
-    return _make_draft_input(draft_input.topk_p, draft_input.topk_index, bonus_tokens)
+    return relay_window(draft_input.topk_index, draft_input.topk_p, bonus_tokens)
 
 
-def _make_draft_input(counts: Tensor, tokens: Tensor, bonus_tokens: Tensor) -> EagleDraftInput:
+def relay_window(tokens: Tensor, counts: Tensor, bonus_tokens: Tensor) -> EagleDraftInput:
+    """A window in the fields that SGLang's relay carries between iterations.
+
+    Args:
+        counts: [batch, 1] float32.
+    """
     return EagleDraftInput(
         topk_p=counts,
         topk_index=tokens,
@@ -61,19 +66,6 @@ def narrow_window(window: Window) -> Window:
     width = int(window.counts.max())
     states = window.hidden_states
     return Window(window.tokens[:, -width:], window.counts, None if states is None else states[:, -width:])
-
-
-def align_right(values: Tensor, counts: Tensor) -> Tensor:
-    """Shift each row so that its first `counts` entries stand last; what comes before them is arbitrary.
-
-    Args:
-        values: [batch, width, ...]. counts: [batch] integers, 0..width.
-    Example: [[1, 2, 0, 0]], [2] -> [[.., .., 1, 2]]
-    """
-    width = values.shape[1]
-    index = torch.arange(width, device=values.device) - (width - counts[:, None])
-    rows = torch.arange(values.shape[0], device=values.device)[:, None]
-    return values[rows, index.clamp_(min=0)]
 
 
 def make_window_input(window: Window, positions: Tensor) -> EagleDraftExtendInput:

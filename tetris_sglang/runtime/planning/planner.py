@@ -109,8 +109,10 @@ class StepPlanner:
         if wishes is not None:
             # A row more is worth what it counts. `AcceptCurves.confirm` holds the sum against what is accepted.
             survival = survival * (wishes.weights / wishes.mean_weight)[:, None]
-        curves = HostCopy(measure_curves(survival, depths, plan.depth, self._shares))
-        step = _DraftedStep(curves, len(proposal.tokens), plan.capacity_tokens)
+        curves = proposal.curves
+        if curves is None or wishes is not None:
+            curves = measure_curves(survival, depths, plan.depth, self._shares)
+        step = _DraftedStep(HostCopy(curves), len(proposal.tokens), plan.capacity_tokens)
         self._unread.append(step)
         self._unconfirmed.append(step)
 
@@ -122,6 +124,13 @@ class StepPlanner:
         self._read_curves()
         if step is not None:
             self._auto.confirm(step.batch_size, step.expected, accepted)
+
+    def forget(self) -> None:
+        """What was seen of a draft that is gone; what passes take stays."""
+        self._unread.clear()
+        self._unconfirmed.clear()
+        if self._auto is not None:
+            self.policy = self._auto = AutoCapacity(self._auto.step_times, self._auto.curves.make_new())
 
     def after_prefill(self) -> None:
         self._clock.interrupt()

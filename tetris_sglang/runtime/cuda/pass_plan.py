@@ -28,10 +28,10 @@ from tetris_sglang.kernels.tree_mask import pack_tree_mask
 logger = logging.getLogger(__name__)
 
 
-def make_plan(backend, kv_indices: Tensor, num_requests: int, num_rows: int, **options) -> VerifyPlan:
-    """With the workspace and the geometry of one of SGLang's FlashInfer backends; for the others see `VerifyPlan`."""
+def make_plan(backend, kv_indices: Tensor, num_requests: int, num_rows: int, **options) -> PassPlan:
+    """With the workspace and the geometry of one of SGLang's FlashInfer backends; for the others see `PassPlan`."""
     updater = backend.indices_updater_prefill
-    return VerifyPlan(
+    return PassPlan(
         backend.workspace_buffer,
         kv_indices,
         num_requests=num_requests,
@@ -45,7 +45,7 @@ def make_plan(backend, kv_indices: Tensor, num_requests: int, num_rows: int, **o
     )
 
 
-class VerifyPlan:
+class PassPlan:
     """A FlashInfer wrapper for `num_rows` query rows of `num_requests` requests, page size 1.
 
     The plan has a slot more than requests, for rows that nobody has: a batch may fill all requests and not all rows.
@@ -139,14 +139,14 @@ class VerifyPlan:
             kv_lens_sum=kv_lens_sum,
         )
 
-    def set_trees(self, ancestors: Tensor) -> None:
+    def set_trees(self, parents: Tensor, max_depth: int) -> None:
         """Write the mask of the lengths last set.
 
         Args:
-            ancestors: [batch, width, width] bool, see kernels.tree_mask.
+            parents, max_depth: see `pack_tree_mask`.
         Sync: none.
         """
-        pack_tree_mask(ancestors, self.qo_indptr, self.kv_indptr, self._packed_mask, self._mask_indptr)
+        pack_tree_mask(parents, max_depth, self.qo_indptr, self.kv_indptr, self._packed_mask, self._mask_indptr)
 
     def capture(self) -> None:
         """Make the first plan, for lengths that sum to `num_rows`; the graph is captured with it."""
