@@ -163,7 +163,10 @@ def distill(
     """
     import shlex
 
-    from tetris_sglang.tools.distill.command import Options, distill
+    try:
+        from tetris_sglang.tools.distill.command import Options, distill
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"{error}: pip install 'tetris-sglang[distill]'") from error
     from tetris_sglang.tools.real_model import ensure_target
 
     _call(
