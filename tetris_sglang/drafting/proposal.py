@@ -41,6 +41,13 @@ class Proposal(NamedTuple):
     curves: Tensor | None = None
     """See `capacity.measure_curves`; None: not measured where this was drafted."""
 
+    @property
+    def depths(self) -> Tensor:
+        """[num_nodes] or [batch, num_nodes] int64, from 1."""
+        if self.shape is None:
+            return torch.arange(1, self.tokens.shape[1] + 1, device=self.tokens.device)
+        return self.shape.depths[:, 1:]
+
 
 def make_chains(tokens: Tensor, accept_probs: Tensor, probs: Tensor, evidence: Tensor | None = None) -> Proposal:
     """Chains.

@@ -33,10 +33,7 @@ def judge_nodes(record: StepRecord) -> JudgedNodes:
     assert proposal is not None
     batch_size, num_nodes = proposal.tokens.shape
     draft_lens = record.packed.verify_lens - 1
-    if proposal.shape is None:
-        depths = torch.arange(1, num_nodes + 1, device=draft_lens.device).expand(batch_size, -1)
-    else:
-        depths = proposal.shape.depths[:, 1:]
+    depths = proposal.depths.expand(batch_size, -1)
     if grid.shape is None:
         # Of trees, too, where chains alone were verified.
         return JudgedNodes(depths, *chain_outcomes(num_accepted, draft_lens, num_nodes))

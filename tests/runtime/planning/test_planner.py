@@ -87,6 +87,26 @@ def test_drafts_of_requests_that_opted_out_are_not_expected_to_be_accepted(weigh
     assert policy.curves.confidence == pytest.approx(1.0, abs=0.1)
 
 
+def test_a_result_still_to_come_stays_with_its_step_when_the_draft_is_replaced(monkeypatch):
+    confirmed = []
+    monkeypatch.setattr(AutoCapacity, "choose", lambda *_: StepPlan(2, 2))
+    monkeypatch.setattr(AutoCapacity, "confirm", lambda _, *given: confirmed.append(given))
+    planner = StepPlanner(make_auto(), LIMITS, SimpleNamespace(set=lambda *_: None), "cpu", Ranks())
+    batch = SimpleNamespace(reqs=[None], seq_lens_sum=0)
+
+    def draft(prob: float) -> None:
+        probs = torch.full((1, 2), prob)
+        planner.after_draft(make_chains(torch.zeros((1, 2), dtype=torch.int64), probs, probs), planner.plan(batch))
+
+    draft(0.9)
+    planner.forget()
+    draft(0.5)
+    planner.after_result(2)
+    planner.after_result(1)
+    # Of the old draft's step nothing is expected any more.
+    assert confirmed == [(1, None, 2), (1, pytest.approx(0.75), 1)]
+
+
 @pytest.mark.parametrize("known, lens, expected", [(700, None, 700), (None, [300, 400], 700), (None, None, 0)])
 def test_context_is_counted_also_when_requests_have_just_left(known, lens, expected):
     """SGLang forgets the sum of the lengths whenever requests leave or join."""

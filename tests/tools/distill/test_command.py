@@ -124,6 +124,7 @@ def test_two_processes_train_one_draft(tmp_path, traffic):
         ({"divergence": "l2"}, "--divergence l2: one of forward-kl"),
         ({"writer": "nobody"}, "--writer nobody: one of target"),
         ({"writer": "draft"}, "writes no texts of its own"),
+        ({"writer": "draft", "draft": str(PAIR / "eagle")}, "writes no texts of its own"),
         ({"traffic": []}, "nothing to learn from"),
         ({"greedy_share": 2}, "--greedy-share 2"),
         ({"draft": "/nowhere"}, "--draft /nowhere: no such folder"),

@@ -164,12 +164,9 @@ class DraftGraphs(EAGLEDraftCudaGraphRunner):
         self._parts = tuple(parts)
         made = [*parts.values(), *(proposal.shape or ())]
         if self._shares is not None:
-            survival, depths = proposal.survival, torch.arange(1, proposal.survival.shape[1] + 1, device=self.device)
-            if proposal.shape is not None:
-                depths = proposal.shape.depths[:, 1:]
             # No request is in row 0 (`_fill`).
             is_real = self.buffers.req_pool_indices[:size] > 0
-            made.append(measure_curves(survival, depths, depth, self._shares, is_real))
+            made.append(measure_curves(proposal.survival, proposal.depths, depth, self._shares, is_real))
         if (size, depth) not in self._outputs:  # SGLang runs what it captures twice before
             self._outputs[size, depth] = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in made]
         for kept, each in zip(self._outputs[size, depth], made, strict=True):

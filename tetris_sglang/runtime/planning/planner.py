@@ -101,17 +101,12 @@ class StepPlanner:
         """
         if self._auto is None:
             return
-        survival = proposal.survival
-        if proposal.shape is None:
-            depths = torch.arange(1, survival.shape[1] + 1, device=survival.device)
-        else:
-            depths = proposal.shape.depths[:, 1:]
+        curves, survival = proposal.curves, proposal.survival
         if wishes is not None:
             # A row more is worth what it counts. `AcceptCurves.confirm` holds the sum against what is accepted.
             survival = survival * (wishes.weights / wishes.mean_weight)[:, None]
-        curves = proposal.curves
         if curves is None or wishes is not None:
-            curves = measure_curves(survival, depths, plan.depth, self._shares)
+            curves = measure_curves(survival, proposal.depths, plan.depth, self._shares)
         step = _DraftedStep(HostCopy(curves), len(proposal.tokens), plan.capacity_tokens)
         self._unread.append(step)
         self._unconfirmed.append(step)
@@ -127,8 +122,8 @@ class StepPlanner:
 
     def forget(self) -> None:
         """What was seen of a draft that is gone; what passes take stays."""
+        # Results that are still to come keep their steps.
         self._unread.clear()
-        self._unconfirmed.clear()
         if self._auto is not None:
             self.policy = self._auto = AutoCapacity(self._auto.step_times, self._auto.curves.make_new())
 

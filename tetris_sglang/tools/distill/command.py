@@ -26,6 +26,7 @@ from tetris_sglang.tools.distill.students import (
     StandaloneStudent,
     Teacher,
     default_layer_ids,
+    is_standalone,
     load_student,
     make_student,
 )
@@ -85,7 +86,7 @@ class Options:
             raise ValueError(f"--greedy-share {self.greedy_share}: a share is from 0 to 1")
         if not self.is_fresh and not Path(self.draft).is_dir():
             raise ValueError(f"--draft {self.draft}: no such folder, and no new draft's kind ({', '.join(FRESH)})")
-        if self.writer != "target" and (self.is_fresh or not _is_standalone(Path(self.draft))):
+        if self.writer != "target" and (self.is_fresh or not is_standalone(Path(self.draft))):
             raise ValueError(f"--writer {self.writer}: {self.draft} writes no texts of its own, a standalone draft does")
         if self.out.exists() and any(self.out.iterdir()):
             raise ValueError(f"--out {self.out} is not empty: give another folder")
@@ -162,11 +163,6 @@ def distill(options: Options) -> dict[str, Any] | None:
         (options.out / "README.md").write_text(render_card(metrics))
     accelerator.wait_for_everyone()
     return metrics
-
-
-def _is_standalone(draft: Path) -> bool:
-    config = json.loads((draft / "config.json").read_text())
-    return "draft_vocab_size" not in config and not {"eagle_config", "dflash_config"} & config.keys()
 
 
 def _write(accelerator: Accelerator, options: Options) -> list[Path]:

@@ -60,11 +60,7 @@ def read_texts(path: Path, *, vocab_size: int, max_tokens: int, min_output_token
     Raises:
         ValueError: no such file, a line that is no text, an id that the target does not have, or nothing to learn from.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    texts = []
+    lines, texts = _read_lines(path), []
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
@@ -106,12 +102,8 @@ def read_prompts(path: Path) -> list[str]:
             return [prompt.text for prompt in NAMED[str(path)]()]
         except NotFetched as error:
             raise ValueError(f"--prompts {path}: {error}") from error
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_read_lines(path), 1):
         try:
             entry = json.loads(line)
             prompts.append(str(entry["text"] if "text" in entry else entry["prompt"]))
@@ -120,6 +112,13 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
     return prompts
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def count_lines(path: Path) -> int:

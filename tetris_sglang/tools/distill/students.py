@@ -147,11 +147,8 @@ def load_student(draft: Path, teacher: Teacher) -> StandaloneStudent | HeadStude
     Raises:
         ValueError: no such folder, or it does not fit the target.
     """
-    try:
-        config: dict[str, Any] = json.loads((draft / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--draft {draft}: no config.json to read: {error}. New ones: {', '.join(FRESH)}") from error
-    if not _ARCHITECTURES.intersection(config.get("architectures") or ()):
+    config = _read_config(draft)
+    if _is_model(config):
         return StandaloneStudent(draft, teacher)
     hidden = teacher.model.config.get_text_config().hidden_size
     if config["hidden_size"] != hidden or config["vocab_size"] != teacher.vocab_size:
@@ -162,6 +159,26 @@ def load_student(draft: Path, teacher: Teacher) -> StandaloneStudent | HeadStude
     head = load_head(draft, teacher.model).train()
     head.embedding, head.target_head = head.embedding.float(), head.target_head.float()
     return HeadStudent(head)
+
+
+def is_standalone(draft: Path) -> bool:
+    """Whether a draft is a language model of its own.
+
+    Raises:
+        ValueError: no config to read.
+    """
+    return _is_model(_read_config(draft))
+
+
+def _is_model(config: dict[str, Any]) -> bool:
+    return not _ARCHITECTURES.intersection(config.get("architectures") or ())
+
+
+def _read_config(draft: Path) -> dict[str, Any]:
+    try:
+        return json.loads((draft / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--draft {draft}: no config.json to read: {error}. New ones: {', '.join(FRESH)}") from error
 
 
 def make_student(
