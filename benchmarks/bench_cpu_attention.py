@@ -1,12 +1,10 @@
-"""What a layer of the `torch_ragged` attention costs against a loop over requests, and what lost to it.
+"""What a layer of the `torch_ragged` attention costs against a loop over requests.
 
-    python benchmarks/bench_cpu_attention.py
-    python benchmarks/bench_cpu_attention.py --dtype bfloat16 --variants
+    python benchmarks/bench_cpu_attention.py --dtype bfloat16
 
 Timed is one layer's attention over a planned pass (gather keys and values, attend, give back packed rows) and,
 apart, the plan, which all layers of a pass share. The references: one request after the other, as
-SGLang's `torch_native` does, and all requests padded to the longest. `--variants` also times ways to compute the same that
-were tried and not chosen. Outputs are compared first. Timed as timing.py says.
+SGLang's `torch_native` does, and all requests padded to the longest. Outputs are compared first. Timed as timing.py says.
 """
 
 import math
@@ -65,7 +63,7 @@ class Pass:
         from tetris_sglang.portable_cpu.attention import TorchRaggedBackend
 
         generator = torch.Generator().manual_seed(seed)
-        self.heads, self.kv_heads, self.group = heads, kv_heads, heads // kv_heads
+        self.heads, self.group = heads, heads // kv_heads
         self.q_lens = torch.tensor([q_lens[i % len(q_lens)] for i in range(batch)])
         self.kv_lens = torch.randint(kv_len // 2, kv_len + 1, (batch,), generator=generator) + self.q_lens
         self.max_kv, self.max_q, self.tokens = (
@@ -97,7 +95,6 @@ class Pass:
         group_cost, self.backend.group_cost = self.backend.group_cost, math.inf
         self.padded_alike = self.plan()
         self.backend.group_cost = group_cost
-        self.group_all = self.padded_alike.groups[0]
 
     def plan(self):
         return self.backend.plan(self.indices, self.kv_lens, self.q_lens, self.max_kv, self.max_q, self.tokens)
@@ -120,64 +117,6 @@ class Pass:
             outs.append(out[0].transpose(0, 1).reshape(n, -1))
         return torch.cat(outs)
 
-    # ---- the backend's computation with one decision taken otherwise
-
-    def _gathered(self):
-        shape = self.group_all.bs, self.group_all.kv, self.kv_heads, HEAD_DIM
-        return (c.index_select(0, self.group_all.slots).view(shape).transpose(1, 2) for c in (self.keys, self.values))
-
-    def _padded(self):
-        plan = self.padded_alike
-        return self.q if plan.pad is None else self.q.index_select(0, plan.pad)
-
-    def _packed(self, out):  # [bs, heads, q, head_dim]
-        out = out.transpose(1, 2).reshape(self.group_all.bs * self.group_all.q, -1)
-        return out if self.padded_alike.unpad is None else out.index_select(0, self.padded_alike.unpad)
-
-    def _folded(self, q):
-        plan = self.group_all
-        q = q.view(plan.bs, plan.q, self.kv_heads, self.group, HEAD_DIM).transpose(1, 2)
-        return q.reshape(plan.bs, self.kv_heads, plan.q * self.group, HEAD_DIM)
-
-    def _unfolded(self, out):
-        plan = self.group_all
-        out = out.view(plan.bs, self.kv_heads, plan.q, self.group, HEAD_DIM).transpose(2, 3)
-        return self._packed(out.reshape(plan.bs, self.heads, plan.q, HEAD_DIM))
-
-    def advanced_indexing(self):
-        plan = self.group_all
-        slots = plan.slots.view(plan.bs, plan.kv)
-        keys, values = (cache[slots].transpose(1, 2) for cache in (self.keys, self.values))
-        q = self._folded(self._padded())
-        return self._unfolded(F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.folded_bias(self.group)))
-
-    def boolean_mask(self):
-        keys, values = self._gathered()
-        mask = self.group_all.folded_bias(self.group) == 0
-        q = self._folded(self._padded())
-        return self._unfolded(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
-
-    def grouped_query_kernel(self):
-        plan = self.group_all
-        keys, values = self._gathered()
-        q = self._padded().view(plan.bs, plan.q, self.heads, HEAD_DIM).transpose(1, 2)
-        return self._packed(F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.bias, enable_gqa=self.group > 1))
-
-    def repeated_heads(self):
-        plan = self.group_all
-        keys, values = (c.repeat_interleave(self.group, 1) for c in self._gathered())
-        q = self._padded().view(plan.bs, plan.q, self.heads, HEAD_DIM).transpose(1, 2)
-        return self._packed(F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.bias))
-
-    def two_matmuls(self):
-        keys, values = self._gathered()
-        q = self._folded(self._padded()) * HEAD_DIM**-0.5
-        scores = torch.matmul(q, keys.transpose(2, 3)) + self.group_all.folded_bias(self.group)
-        return self._unfolded(torch.matmul(scores.softmax(-1), values))
-
-
-VARIANTS = ("advanced_indexing", "boolean_mask", "grouped_query_kernel", "repeated_heads", "two_matmuls")
-
 
 def main(
     out: Out = RESULTS / "cpu_attention.json",
@@ -185,14 +124,13 @@ def main(
     heads: Annotated[str, typer.Option(help="query/key-value heads, comma-separated")] = "8/2,12/4,4/4",
     batches: Annotated[str, typer.Option(help="requests in a pass")] = "1,4,16",
     kv_lens: Annotated[str, typer.Option(help="longest cache; requests lie between half of it and all")] = "50,300,700",
-    variants: Annotated[bool, typer.Option(help="also time the ways that lost")] = False,
     rounds: Rounds = 9,
     round_ms: RoundMs = 3.0,
     seed: int = 0,
 ) -> None:
     """Time one layer's attention per kind of pass, batch, cache length and heads."""
     console = open_console()
-    candidates = ("loop_over_requests", "one_group", *(VARIANTS if variants else ()))
+    candidates = ("loop_over_requests", "one_group")
     cells = [
         (kind, pair, int(batch), int(kv))
         for pair in heads.split(",")

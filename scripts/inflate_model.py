@@ -1,10 +1,4 @@
-#!/usr/bin/env python
 """Embed a trained small Llama exactly into a larger architecture: the same function at a larger model's cost.
-
-    python scripts/inflate_model.py tests/pair/target /some/folder --shape cpu-100m
-    python scripts/inflate_model.py tests/pair/target /some/folder \\
-        --shape hidden=1024,layers=8,heads=16,intermediate=2816
-    python scripts/inflate_model.py tests/pair/eagle3 /another/folder --shape cpu-100m
 
 What is added never reaches the residual stream that the small model uses:
 
@@ -13,7 +7,7 @@ What is added never reaches the residual stream that the small model uses:
 - heads: random, with zero columns in o_proj; MLP rows: random, with zero columns in down_proj;
 - layers: random, with o_proj and down_proj zero.
 
-An EAGLE or EAGLE-3 head follows its inflated target, whose hidden states keep their first h dimensions and are
+An EAGLE-3 head follows its inflated target, whose hidden states keep their first h dimensions and are
 zero in the others: every input made of hidden states or embeddings is widened, and the shape's other sizes are
 the target's alone, so that a head stays a few percent of the model, as heads are.
 
@@ -34,10 +28,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,13 +38,9 @@ from tqdm import tqdm
 from tetris_sglang.cache import cache_folder
 
 RECORD_FILE = "inflation.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TARGET, EAGLE, EAGLE3 = ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "LlamaForCausalLMEagle",
-    "LlamaForCausalLMEagle3",
-)
-_FORMAT = 1  # part of the cache key: raise it when the weights written for the same arguments change
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TARGET, EAGLE3 = ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
+_FORMAT = 2  # part of the cache key: raise it when the weights written for the same arguments change
 
 
 @dataclass(frozen=True)
@@ -66,9 +54,6 @@ class InflatedShape:
 
 
 NAMED_SHAPES = {
-    "cpu-50m": InflatedShape(hidden=1024, layers=5, heads=16, intermediate=2048),
-    "cpu-100m": InflatedShape(hidden=1024, layers=8, heads=16, intermediate=2816),
-    "cpu-150m": InflatedShape(hidden=1024, layers=12, heads=16, intermediate=2816),
     # Three query heads per key-value head, as SmolLM2-135M has.
     "smollm2-8b": InflatedShape(hidden=4608, layers=32, heads=72, intermediate=12288),
 }
@@ -88,24 +73,24 @@ def parse_shape(text: str) -> InflatedShape:
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
         if not equals or key not in keys or key in values or not value.isdecimal() or int(value) == 0:
-            raise ValueError(f"--shape {text!r}: cannot use {part.strip()!r}; {expected}")
+            raise ValueError(f"shape {text!r}: cannot use {part.strip()!r}; {expected}")
         values[key] = int(value)
     if missing := [k for k in keys if k not in values]:
-        raise ValueError(f"--shape {text!r}: {', '.join(missing)} missing; {expected}")
+        raise ValueError(f"shape {text!r}: {', '.join(missing)} missing; {expected}")
     return InflatedShape(**values)
 
 
 class _Small:
     """The model to embed: its configuration and lazily read tensors."""
 
-    def __init__(self, folder: Path, architectures: tuple[str, ...] = ARCHITECTURES):
+    def __init__(self, folder: Path):
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} is not a model folder: it has no config.json")
         self.folder = folder
         self.config = json.loads((folder / "config.json").read_text())
         self.architecture = (self.config.get("architectures") or [None])[0]
-        if self.architecture not in architectures:
-            raise ValueError(f"{folder}: only {', '.join(architectures)} can be embedded, not {self.architecture}")
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"{folder}: only {', '.join(ARCHITECTURES)} can be embedded, not {self.architecture}")
         for key in ("attention_bias", "mlp_bias"):
             if self.config.get(key):
                 raise ValueError(f"{folder}: {key} is set; biases cannot be embedded")
@@ -141,23 +126,23 @@ def _check_shape(small: _Small, shape: InflatedShape) -> None:
     for field in fields(shape):
         wanted, had = getattr(shape, field.name), getattr(small, field.name)
         if wanted < had:
-            raise ValueError(f"--shape {field.name}={wanted} is smaller than the source's {had}: give {had} or more")
+            raise ValueError(f"shape {field.name}={wanted} is smaller than the source's {had}: give {had} or more")
     group = small.heads // small.kv_heads
     if shape.heads % group:
         raise ValueError(
-            f"--shape heads={shape.heads} does not divide into groups of {group} query heads per key-value "
+            f"shape heads={shape.heads} does not divide into groups of {group} query heads per key-value "
             f"head, as the source has: give a multiple of {group}"
         )
     if shape.hidden % shape.heads:
         raise ValueError(
-            f"--shape hidden={shape.hidden} is not a multiple of heads={shape.heads}, which transformers "
+            f"shape hidden={shape.hidden} is not a multiple of heads={shape.heads}, which transformers "
             "requires whatever the head size: change one of them"
         )
 
 
-def _random(name: str, sizes: tuple[int, ...], seed: int) -> Tensor:
-    """Noise that depends on the tensor's name and the seed only, at the scale of trained weights."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+def _random(name: str, sizes: tuple[int, ...]) -> Tensor:
+    """Noise that depends on the tensor's name alone, at the scale of trained weights."""
+    digest = hashlib.sha256(name.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.randn(sizes, generator=generator).mul_(0.02)
 
@@ -166,7 +151,6 @@ def _widen(
     small: _Small,
     name: str,
     sizes: tuple[int, int],
-    seed: int,
     *,
     writes_residual: bool = False,
     parts: int = 1,
@@ -180,7 +164,7 @@ def _widen(
         parts: hidden states or embeddings that make up the input, side by side.
         is_added: there is no such matrix in the small model.
     """
-    large = torch.zeros(sizes) if writes_residual else _random(name, sizes, seed)
+    large = torch.zeros(sizes) if writes_residual else _random(name, sizes)
     if is_added:
         return large
     # The first heads stay the first: query head i keeps key-value head i // group.
@@ -195,7 +179,6 @@ def _layer_tensors(
     small: _Small,
     shape: InflatedShape,
     prefix: str,
-    seed: int,
     *,
     is_added: bool = False,
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
@@ -222,77 +205,67 @@ def _layer_tensors(
     for short_name, (sizes, writes_residual, parts) in matrices.items():
         name = f"{prefix}{short_name}.weight"
         options = {"writes_residual": writes_residual, "parts": parts, "is_added": is_added}
-        yield name, _widen(small, name, sizes, seed, **options)
+        yield name, _widen(small, name, sizes, **options)
     for short_name in norms:
         name = f"{prefix}{short_name}.weight"
-        yield name, _inflate_norm(small, shape, name, is_added, seed)
+        yield name, _inflate_norm(small, shape, name, is_added)
 
 
-def _inflate_norm(small: _Small, shape: InflatedShape, name: str, is_added: bool, seed: int) -> Tensor:
+def _inflate_norm(small: _Small, shape: InflatedShape, name: str, is_added: bool) -> Tensor:
     scale = math.sqrt(small.hidden / shape.hidden)
-    large = (1 + _random(name, (shape.hidden,), seed)) * scale
+    large = (1 + _random(name, (shape.hidden,))) * scale
     if not is_added:
         large[: small.hidden] = small.tensor(name) * scale
     return large
 
 
-def _outer_tensors(small: _Small, shape: InflatedShape, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _outer_tensors(small: _Small, shape: InflatedShape) -> Iterator[tuple[str, Tensor]]:
     """Embedding, final norm and an untied head, float32."""
     name = "model.embed_tokens.weight"
     embedding = small.tensor(name)
     large = torch.zeros(embedding.shape[0], shape.hidden)
     large[:, : small.hidden] = embedding
     yield name, large
-    yield "model.norm.weight", _inflate_norm(small, shape, "model.norm.weight", False, seed)
+    yield "model.norm.weight", _inflate_norm(small, shape, "model.norm.weight", False)
     name = "lm_head.weight"
     if name in small and not small.config.get("tie_word_embeddings"):
-        yield name, _widen(small, name, (len(small.tensor(name)), shape.hidden), seed)
+        yield name, _widen(small, name, (len(small.tensor(name)), shape.hidden))
 
 
-def _outer_head_tensors(small: _Small, shape: InflatedShape, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """What an EAGLE or EAGLE-3 head has outside its layer."""
+def _outer_head_tensors(small: _Small, shape: InflatedShape) -> Iterator[tuple[str, Tensor]]:
+    """What an EAGLE-3 head has outside its layer."""
     parts = small.tensor("fc.weight").shape[1] // small.hidden
     sizes = (shape.hidden, parts * shape.hidden)
-    yield "fc.weight", _widen(small, "fc.weight", sizes, seed, writes_residual=True, parts=parts)
-    if "fc.bias" in small:
-        large = torch.zeros(shape.hidden)
-        large[: small.hidden] = small.tensor("fc.bias")
-        yield "fc.bias", large
-    if small.architecture == EAGLE3:
-        yield "norm.weight", _inflate_norm(small, shape, "norm.weight", False, seed)
-        if "lm_head.weight" in small:
-            rows = len(small.tensor("lm_head.weight"))
-            yield "lm_head.weight", _widen(small, "lm_head.weight", (rows, shape.hidden), seed)
-        for name in ("d2t", "t2d"):
-            if name in small:
-                yield name, small.tensor(name)
+    yield "fc.weight", _widen(small, "fc.weight", sizes, writes_residual=True, parts=parts)
+    yield "norm.weight", _inflate_norm(small, shape, "norm.weight", False)
+    rows = len(small.tensor("lm_head.weight"))
+    yield "lm_head.weight", _widen(small, "lm_head.weight", (rows, shape.hidden))
+    for name in ("d2t", "t2d"):
+        yield name, small.tensor(name)
 
 
-def _shard_tensors(small: _Small, shape: InflatedShape, number: int, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _shard_tensors(small: _Small, shape: InflatedShape, number: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one file of the large model; the first holds what is outside the layers."""
     if small.architecture == TARGET:
         if number == 0:
-            return _outer_tensors(small, shape, seed)
+            return _outer_tensors(small, shape)
         is_added = number > small.layers
-        return _layer_tensors(small, shape, f"model.layers.{number - 1}.", seed, is_added=is_added)
+        return _layer_tensors(small, shape, f"model.layers.{number - 1}.", is_added=is_added)
     if number == 0:
-        return _outer_head_tensors(small, shape, seed)
-    if small.architecture == EAGLE:
-        return _layer_tensors(small, shape, "layers.0.", seed, norms=("post_attention_layernorm",))
+        return _outer_head_tensors(small, shape)
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    return _layer_tensors(small, shape, "midlayer.", seed, norms=norms, input_parts=2)
+    return _layer_tensors(small, shape, "midlayer.", norms=norms, input_parts=2)
 
 
-def inflate(small_folder: Path | str, out: Path | str, shape: InflatedShape, dtype: str = "float32", seed: int = 0) -> None:
+def inflate(small_folder: Path | str, out: Path | str, shape: InflatedShape, dtype: str = "float32") -> None:
     """Write the large model to `out`, holding about one layer per processor core in memory at a time.
 
     Args:
-        small_folder: a Hugging Face folder of a LlamaForCausalLM, or of an EAGLE or EAGLE-3 head of one, with
-            safetensors weights.
+        small_folder: a Hugging Face folder of a LlamaForCausalLM, or of an EAGLE-3 head of one, with safetensors
+            weights.
         out: a folder that does not exist, or is empty.
         shape: the size to reach; for a head, the shape of its target.
-        dtype: of the weights written: float32, bfloat16 or float16.
-        seed: of the weights without effect.
+        dtype: of the weights written: float32 or bfloat16.
     Raises:
         ValueError: the shape cannot hold the small model, or the small model is of another kind.
         FileExistsError: `out` is not empty.
@@ -304,7 +277,7 @@ def inflate(small_folder: Path | str, out: Path | str, shape: InflatedShape, dty
         shape = replace(shape, layers=1, heads=small.heads, intermediate=small.intermediate)
     _check_shape(small, shape)
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: give one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {dtype}: give one of {', '.join(DTYPES)}")
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty: name another folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -315,7 +288,7 @@ def inflate(small_folder: Path | str, out: Path | str, shape: InflatedShape, dty
     def write_shard(number: int) -> tuple[str, list[str], int, int]:
         shard = {
             name: tensor.to(DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype).contiguous()
-            for name, tensor in _shard_tensors(small, shape, number, seed)
+            for name, tensor in _shard_tensors(small, shape, number)
         }
         file_name = f"model-{number + 1:05d}-of-{total_shards:05d}.safetensors"
         save_file(shard, out / file_name, metadata={"format": "pt"})
@@ -356,7 +329,6 @@ def inflate(small_folder: Path | str, out: Path | str, shape: InflatedShape, dty
         "source_shape": asdict(InflatedShape(small.hidden, small.layers, small.heads, small.intermediate)),
         "shape": asdict(shape),
         "dtype": dtype,
-        "seed": seed,
         "parameters": parameters,
         "format": _FORMAT,
     }
@@ -375,29 +347,26 @@ def ensure_inflated(
     small_folder: Path | str,
     shape: str | InflatedShape,
     dtype: str = "float32",
-    cache_dir: Path | str | None = None,
-    seed: int = 0,
 ) -> Path:
-    """The folder of the inflated model, made on the first call for this content, shape, dtype and seed.
+    """The folder of the inflated model, made on the first call for this content, shape and dtype.
 
     Args:
-        small_folder, dtype, seed: as for `inflate`.
-        shape: an InflatedShape, or text as for `--shape`.
-        cache_dir: default $SGLANG_TETRIS_CACHE, else ~/.cache/tetris_sglang.
+        small_folder, dtype: as for `inflate`.
+        shape: an InflatedShape, or text as for `parse_shape`.
     Returns:
         A complete folder, also when several processes ask at once: each builds its own, the first done wins.
     """
     small = _Small(Path(small_folder))
     shape = parse_shape(shape) if isinstance(shape, str) else shape
-    cache = Path(cache_dir) if cache_dir else cache_folder()
-    key = json.dumps([_FORMAT, _content_hash(small), asdict(shape), dtype, seed])
+    cache = cache_folder()
+    key = json.dumps([_FORMAT, _content_hash(small), asdict(shape), dtype])
     folder = cache / f"inflated-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
     if folder.exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".inflating-", dir=cache))
     try:
-        inflate(small.folder, partial, shape, dtype, seed)
+        inflate(small.folder, partial, shape, dtype)
         try:
             partial.rename(folder)
         except OSError:
@@ -406,27 +375,3 @@ def ensure_inflated(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command(help=__doc__)
-def main(
-    small: Annotated[Path, typer.Argument(help="Folder of the small model.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything.")],
-    shape: Annotated[str, typer.Option(help=f"{', '.join(NAMED_SHAPES)}, or hidden=N,layers=N,heads=N,intermediate=N.")],
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the weights without effect.")] = 0,
-) -> None:
-    try:
-        inflate(small, out, parse_shape(shape), dtype, seed)
-    except (ValueError, FileExistsError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    record = json.loads((out / RECORD_FILE).read_text())
-    typer.echo(f"{out}: {record['parameters'] / 1e6:.1f} M parameters, {dtype}")
-
-
-if __name__ == "__main__":
-    app()

@@ -2,7 +2,7 @@
 # Every comparison of servers under benchmarks/results, at this commit, on a machine that does nothing else. Some hours on two
 # cores; what an earlier call has finished stays. Then: .venv/bin/python scripts/render_results.py
 #
-#     scripts/measure_results.sh [NAME...]        # e.g. real-text/sharegpt-0-head; default: all
+#     scripts/measure_results.sh [NAME...]        # e.g. real-text/sharegpt-head; default: all
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,33 +20,23 @@ measure() { # NAME, then options of `tetris-sglang bench`
         --server-flags="--max-total-tokens 16384" "${resume[@]}" "$@"
 }
 
-# The others compare with k = 1 of SGLang's own.
+# The others compare with k = 1 of SGLang's own. One file has all temperatures: servers take longer to start than to be measured.
 measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4 --concurrency 4
 
-compare() { # NAME, drafts, loads, then the workload's options
-    local name=$1 drafts=$2 loads=$3
-    shift 3
-    measure "real-text/$name" --arms none,auto,sglang --k 1 --drafts "$drafts" --concurrency "$loads" --workload "$@"
+compare() { # NAME, draft, loads, prompts, temperatures
+    measure "real-text/$1" --arms none,auto,sglang --k 1 --drafts "$2" --concurrency "$3" --workload "$4" --temperature "$5"
 }
 
+compare sharegpt-head eagle3 1,4,8,16,32 sharegpt 0,0.7,1
+compare humaneval-head eagle3 1,4,16 humaneval 0,0.7,1
+compare sharegpt-ngram ngram 1,4,16 sharegpt 0,0.7
+compare humaneval-ngram ngram 1,4,16 humaneval 0,0.7
 # What two servers that are alike differ by shows here: a second one without speculation.
-measure real-text/sharegpt-0-head --arms none,control,auto,sglang --k 1 --drafts eagle3 --concurrency 1,4,8,16,32
-measure real-text/sharegpt-0-useless --arms none,control,auto --drafts useless --concurrency 1,4,16
-compare sharegpt-0-ngram ngram 1,4,16 sharegpt
-compare sharegpt-0.7-head eagle3 1,4,16 sharegpt --temperature 0.7
-compare humaneval-0-head eagle3 1,4,16 humaneval
-compare sharegpt-1-head eagle3 1,4,16 sharegpt --temperature 1
-compare humaneval-0-ngram ngram 1,4,16 humaneval
-compare humaneval-0.7-head eagle3 1,4,16 humaneval --temperature 0.7
-compare sharegpt-0.7-ngram ngram 1,4,16 sharegpt --temperature 0.7
-compare humaneval-0.7-ngram ngram 1,4,16 humaneval --temperature 0.7
-measure equal-lengths/sharegpt-0-head --arms none,auto,sglang --drafts eagle3 --k 1 --lengths equal --concurrency 1,4,16
-measure paper/sharegpt-0-head --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 \
-    --concurrency 16
-measure ablations/sharegpt-0 --arms none,auto --drafts eagle3 --num-draft-tokens 7 --variants calibration=off,shared-texts=on \
+measure real-text/sharegpt-useless --arms none,control,auto --drafts useless --concurrency 1,4,16
+measure equal-lengths/sharegpt --arms none,auto,sglang --drafts eagle3 --k 1 --lengths equal --concurrency 1,4,16
+measure paper/sharegpt --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 --concurrency 16
+measure ablations/sharegpt --arms none,auto --drafts eagle3 --num-draft-tokens 7 --variants calibration=off,shared-texts=on \
     --concurrency 1,4,16
 # Which rule of acceptance, and runners-up or not.
-for temperature in 0.7 1; do
-    measure "ablations/sharegpt-$temperature-rules" --arms none,auto --drafts eagle3 --temperature "$temperature" \
-        --num-draft-tokens 7 --variants acceptance=rejection,acceptance=block --concurrency 1,4,16
-done
+measure ablations/sharegpt-rules --arms none,auto --drafts eagle3 --temperature 0.7,1 --num-draft-tokens 7 \
+    --variants acceptance=rejection,acceptance=block --concurrency 1,4,16

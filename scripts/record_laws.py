@@ -59,7 +59,7 @@ def main(
             first, last = chat.shape[1] - 2, written.shape[1] - 2
             for i in torch.randperm(last - first)[:positions].add(first).tolist():
                 q = torch.zeros(target.config.vocab_size, dtype=torch.float64)
-                q[head.draft_ids] = (drafted.logits[0, i].double() / temperature).softmax(-1)
+                q[head.draft_ids] = (drafted[0, i].double() / temperature).softmax(-1)
                 p = (states.logits[0, i + 1].double() / temperature).softmax(-1)
                 laws.append(cut(p, q))
         p, q = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).float().numpy() for rows in zip(*laws, strict=True))

@@ -30,7 +30,7 @@ from rich.progress import track
 
 from tetris_sglang.config import find_settings
 from tetris_sglang.tools.bench.workloads import MAX_CHARS
-from tetris_sglang.tools.load import Completion, generate
+from tetris_sglang.tools.load import generate
 from tetris_sglang.tools.prompts import (
     RESULTS,
     Prompt,
@@ -56,8 +56,6 @@ class Recording(NamedTuple):
     temperature: float = 0.0
     num_runners_up: int = 0
     """Beside each token of a chain."""
-    calibration: bool = True
-    """Off: the draft's own tokens and probabilities, as SGLang's speculation has them."""
     acceptance: str = "coupled"
     capacity_per_request: float | None = None
     """None: every node is verified."""
@@ -127,29 +125,22 @@ def record(
     new_tokens: int,
     concurrency: int,
     seed: int,
-    target: Path | None = None,
-    head: Path | None = None,
-) -> list[Completion]:
-    """Answer all questions once; one at a time, requests are numbered as the questions are.
-
-    Args:
-        target, head: default: SmolLM2 and the shipped head.
-    """
-    target = target or ensure_target()
-    draft = [] if recording.is_ngram else ["--speculative-draft-model-path", str(head or HEAD)]
+) -> None:
+    """Answer all questions once; one at a time, requests are numbered as the questions are."""
+    target = ensure_target()
+    draft = [] if recording.is_ngram else ["--speculative-draft-model-path", str(HEAD)]
     arguments = [
         "--model-path", str(target), "--dtype", "float32", "--random-seed", str(seed), "--max-running-requests",
         str(concurrency), "--disable-overlap-schedule", "--speculative-algorithm", "TETRIS", *draft,
         "--speculative-num-steps", str(recording.num_steps), "--speculative-num-draft-tokens", str(recording.num_nodes + 1),
         "--speculative-tetris-capacity-per-request", str(recording.capacity_per_request or recording.num_nodes),
-        "--speculative-tetris-calibration", "true" if recording.calibration else "false",
         "--speculative-tetris-acceptance", recording.acceptance, "--speculative-tetris-record", str(path),
     ]  # fmt: skip
     # Settings in the environment are for other servers.
     for name in find_settings():
         del os.environ[name]
     with ServerProcess(arguments, path.with_suffix(".log")) as server:
-        completions, _ = generate(
+        generate(
             server.url,
             render_chats(target, texts),
             concurrency=concurrency,
@@ -157,7 +148,6 @@ def record(
             temperature=recording.temperature,
             ignore_eos=False,
         )
-    return completions
 
 
 def compress(recorded: Path, path: Path, described: dict) -> None:

@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -261,20 +262,20 @@ def acceptance_served() -> str:
 
 
 def acceptance_speed() -> str:
-    """Throughput of every rule and shape by load, from `ablations/*-rules.json`."""
+    """Throughput of every rule and shape by load, from `ablations/*rules.json`."""
     rows, loads = [], []
     for comparison in read_comparisons("ablations"):
-        if not comparison.path.stem.endswith("-rules"):
+        if not comparison.path.stem.endswith("rules"):
             continue
         loads = list(dict.fromkeys(cell.load for cell in comparison.cells))
-        for name, arm in comparison.arms.items():
+        temperatures = dict.fromkeys(cell.temperature for cell in comparison.cells)
+        for temperature, (name, arm) in product(temperatures, comparison.arms.items()):
             if arm.family != "auto":
                 continue
             rule = arm.variant.removeprefix("acceptance=") or "coupled"
             shape = "chains" if arm.num_draft_tokens or rule == "block" else "chains with runners-up"
-            cells = {cell.load: cell for cell in comparison.cells if cell.arm == name}
-            temperature = next(cell.temperature for cell in comparison.cells)
-            texts = [f"{cells[load].throughput.median:.2f}" if load in cells else "" for load in loads]
+            found = {cell.load: cell for cell in comparison.cells if (cell.arm, cell.temperature) == (name, temperature)}
+            texts = [f"{found[load].throughput.median:.2f}" if load in found else "" for load in loads]
             rows.append([f"{temperature:g}", rule, shape, *texts])
     if not rows:
         return NOT_MEASURED
@@ -363,7 +364,7 @@ def render_folder(folder: str) -> str:
         "Made by `scripts/render_results.py`. [All questions](../README.md).\n",
     ]
     if (table_of_all := overview(folder)()) != NOT_MEASURED:
-        parts += ["Output tokens per second over no speculation (in brackets the best of SGLang's own):\n"]
+        parts += ["Output tokens per second over no speculation (in brackets SGLang's own):\n"]
         parts += [table_of_all]
     comparisons = {comparison.path: comparison for comparison in read_comparisons(folder)}
     for path in sorted((RESULTS / folder).glob("*.json")):

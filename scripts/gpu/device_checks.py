@@ -108,7 +108,7 @@ def check_kernels(report: Report) -> None:
     report.record("bench_kernels", kernels)
     for result in kernels["results"]:
         if (result["operation"], result["batch"], result["max_draft"]) == ("select", 256, 8):
-            us = result["triton"]["graph"]["median"]
+            us = result["triton_graph_us"]["median"]
             report.expect("selection below 20 us at batch 256 x 8", us < 20, f"{us:.1f} us")
     log("bench_noise.py")
     out = report.path.parent / "noise.json"

@@ -36,7 +36,7 @@ from tetris_sglang.tools.server_process import ServerFailed, ServerProcess
 
 BUILD = REPOSITORY / "build"
 CHECKS = "checks"
-NUM_PROMPTS = 12
+NUM_PROMPTS, NUM_QUICK = 12, 6
 START_TIMEOUT_S = 900.0
 MAX_LOST = 0.05
 """Of the drafts accepted per step on the CPU platform, those that rounding and other capacities may cost."""
@@ -215,7 +215,10 @@ def main(
     if resume and summary.exists():
         kept = {row["arm"]: row for row in json.loads(summary.read_text()) if not find_faults(row)}
     reference = Reference(TARGET)
-    prompts = [json.loads(line)["text"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]]
+    prompts = [
+        json.loads(line)["text"]
+        for line in (PAIR / "prompts.jsonl").read_text().splitlines()[: NUM_QUICK if quick else NUM_PROMPTS]
+    ]
     if mutations:
         raise typer.Exit(bool(run_mutations(out, reference, prompts, console)))
     rows = []

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.conftest import DRAFT, TARGET
+from tests.e2e.conftest import DRAFT, FORKED, TARGET
 from tetris_sglang.tools.server_process import ServerProcess
 
 LOAD_TIMEOUT_S = 400  # of a busy machine; a server that starts instead of ending is found by its log
@@ -47,6 +47,7 @@ STARTS = {
             "Remove one",
         ],
         {"SGLANG_TETRIS_CAPACITY_PER_REQUEST": "2"},
+        entry_point=FORKED,
     ),
     "another release": Start(
         PAIR,

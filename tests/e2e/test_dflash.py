@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,12 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.e2e.client import Client
-from tests.e2e.conftest import COMMON, FORKED, NUM_STEPS, PAIR, REPOSITORY, TETRIS
+from tests.e2e.conftest import COMMON, FORKED, NUM_STEPS, PAIR, TETRIS
+from tetris_sglang.tools.distill.corpus import Text
+from tetris_sglang.tools.distill.heads import BLOCKS
+from tetris_sglang.tools.distill.lesson import judge
+from tetris_sglang.tools.distill.students import Teacher, load_student
 from tetris_sglang.tools.server_process import ServerProcess
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import train_pair
-from train_heads import count_accepted, write_greedily
-
-from tetris_sglang.tools.distill.heads import BLOCKS, load_head
 
 NEW_TOKENS, PROMPTS = 96, 12
 
@@ -40,11 +36,12 @@ def test_as_many_drafts_are_accepted_as_the_draft_s_own_arithmetic_says(tmp_path
     accepted = sum(output["meta_info"]["spec_num_correct_drafts"] for output in outputs)
     steps = sum(output["meta_info"]["spec_verify_ct"] for output in outputs)
 
-    target = train_pair.load_model(PAIR / "target")
-    head, tokenizer = load_head(PAIR / kind, target), Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
-    expected = torch.zeros(2)
-    for text in texts:
+    teacher = Teacher(PAIR / "target", torch.device("cpu"), torch.float32)
+    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
+    written = []
+    for text, output in zip(texts, outputs, strict=True):
         ids = tokenizer.encode(text).ids
-        expected += torch.tensor(count_accepted(target, head, write_greedily(target, ids, NEW_TOKENS), len(ids)))
+        written.append(Text(torch.tensor([*ids, *output["output_ids"]]), len(ids), 0.0, "greedy"))
+    expected = judge(load_student(PAIR / kind, teacher).eval(), teacher, written, NUM_STEPS, batch_tokens=512)["0"]["overall"]
     # Both end their texts with a step that is cut short, at unlike places.
-    assert abs(accepted / steps - float(expected[0] / expected[1])) < 0.04 * float(expected[0] / expected[1])
+    assert abs(accepted / steps - expected.mean) < 0.04 * expected.mean

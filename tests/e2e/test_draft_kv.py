@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.client import texts
-from tests.e2e.conftest import MIN_SUCCESS, NUM_STEPS, ROOMY, SWITCHING
+from tests.e2e.conftest import FEATURED, MIN_SUCCESS, NUM_STEPS, ROOMY, SWITCHING
 from tetris_sglang.trace import Trace, read_trace
 
 ALMOST_ALL = 0.98
@@ -85,8 +85,8 @@ def test_retraction_and_resumption_are_exact(plain, perfect, success_rate, mixed
     perfect.flush_cache()
     before = perfect.tetris_state()
     retractions_before = _count_retractions(perfect)
-    expected = plain.generate_all(mixed_prompts[:24], **params)
-    actual = perfect.generate_all(mixed_prompts[:24], **params)
+    expected = plain.generate_all(mixed_prompts[:14], **params)
+    actual = perfect.generate_all(mixed_prompts[:14], **params)
     assert _count_retractions(perfect) > retractions_before, "the pool was large enough: nothing was tested"
     assert texts(actual) == texts(expected)
     assert success_rate(before, perfect.tetris_state()) > 0.92
@@ -162,15 +162,17 @@ def test_retraction_shows_nowhere(plain, cramped, mixed_prompts, request):
     params = {"max_new_tokens": 180, "min_new_tokens": 180}
     cramped.flush_cache()
     before, retractions_before = cramped.tetris_state(), _count_retractions(cramped)
-    expected = plain.generate_all(mixed_prompts[:18], **params)
-    assert texts(cramped.generate_all(mixed_prompts[:18], **params)) == texts(expected)
+    expected = plain.generate_all(mixed_prompts[:14], **params)
+    assert texts(cramped.generate_all(mixed_prompts[:14], **params)) == texts(expected)
     after = cramped.tetris_state()
     assert _count_retractions(cramped) > retractions_before, "the pool was large enough: nothing was tested"
     accepted, selected = (after[f"{n}_tokens"] - before[f"{n}_tokens"] for n in ("accepted", "selected"))
     assert accepted > MIN_SUCCESS[request.node.callspec.params["tetris"]] * selected
 
 
-def test_penalties_go_on_counting_after_a_retraction(plain, cramped, mixed_prompts):
+def test_penalties_go_on_counting_after_a_retraction(plain, cramped, mixed_prompts, request):
+    if request.node.callspec.params["tetris"] not in FEATURED:
+        pytest.skip("rows are counted in one place, whatever drafts")
     # Not with repetition_penalty: which of the two SGLang applies first without overlap scheduling changes from start to start.
     params = {"max_new_tokens": 120, "min_new_tokens": 120, "frequency_penalty": 1.5}
     cramped.flush_cache()

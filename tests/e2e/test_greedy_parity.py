@@ -13,15 +13,15 @@ from tests.e2e.conftest import MIN_SUCCESS, NUM_STEPS
 
 
 def test_greedy_output_equals_no_speculation(plain, tetris, mixed_prompts):
-    """64 held-out prompts, 16 in flight, lengths mixed in and out, so prefills and decodes overlap."""
-    assert len(mixed_prompts) >= 64
-    each = [{"max_new_tokens": 24 + 12 * (i % 4)} for i in range(len(mixed_prompts))]
-    expected = plain.generate_all(mixed_prompts, each=each)
-    actual = tetris.generate_all(mixed_prompts, each=each)
+    """48 held-out prompts, 16 in flight, lengths mixed in and out, so prefills and decodes overlap."""
+    prompts = mixed_prompts[:48]
+    each = [{"max_new_tokens": 24 + 12 * (i % 4)} for i in range(len(prompts))]
+    expected = plain.generate_all(prompts, each=each)
+    actual = tetris.generate_all(prompts, each=each)
     assert texts(actual) == texts(expected)
     assert [o["meta_info"]["finish_reason"] for o in actual] == [o["meta_info"]["finish_reason"] for o in expected]
     # Speculation really happened.
-    assert sum(o["meta_info"].get("spec_num_correct_drafts", 0) for o in actual) > len(mixed_prompts)
+    assert sum(o["meta_info"].get("spec_num_correct_drafts", 0) for o in actual) > len(prompts)
 
 
 def test_drafts_are_accepted(tetris, mixed_prompts, request):

@@ -23,7 +23,7 @@ from tests.e2e.plugins import SWITCHING_PLANS, write_plugin
 from tetris_sglang.portable_cpu.defaults import OVERLAP_VARIABLE
 from tetris_sglang.tools.server_process import ServerProcess
 
-SERVERS = [int(number) for number in os.environ.get("TETRIS_TEST_SERVERS", "7,19,20").split(",")]
+SERVERS = [int(number) for number in os.environ.get("TETRIS_TEST_SERVERS", "7,20").split(",")]
 NUM_REQUESTS = 48
 MAX_NEAR_TIES = 0.03
 """Of the texts, or one: passes of unlike shapes round differently."""

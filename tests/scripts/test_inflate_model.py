@@ -22,15 +22,6 @@ from inflate_model import InflatedShape, ensure_inflated, inflate, parse_shape
 from tetris_sglang.tools.distill.heads import Head, load_head, read_target
 
 PAIR = ROOT / "tests" / "pair"
-SMALL_SHAPE = {"hidden": 48, "layers": 2, "heads": 4, "intermediate": 80}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -142,17 +133,16 @@ def draft_on(target: LlamaForCausalLM, head: Head, tokens: torch.Tensor) -> list
     """The logits of chains of five from every position, and at the end the features they began with."""
     with torch.no_grad():
         features = head.features(read_target(target, tokens))
-        return [*(d.logits for d in head.draft(tokens, features, 5)), features]
+        return [*head.draft(tokens, features, 5), features]
 
 
-@pytest.mark.parametrize("hidden", [256, 384, 1024])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_an_inflated_head_drafts_the_same_for_the_inflated_target(tmp_path, kind, hidden):
+@pytest.mark.parametrize("hidden", [384, 1024])
+def test_an_inflated_head_drafts_the_same_for_the_inflated_target(tmp_path, hidden):
     shape = InflatedShape(hidden, 6, 8, 720)
     inflate(PAIR / "target", tmp_path / "target", shape)
-    inflate(PAIR / kind, tmp_path / "head", shape)
+    inflate(PAIR / "eagle3", tmp_path / "head", shape)
     small, large = load(PAIR / "target"), load(tmp_path / "target")
-    small_head, large_head = load_head(PAIR / kind, small), load_head(tmp_path / "head", large)
+    small_head, large_head = load_head(PAIR / "eagle3", small), load_head(tmp_path / "head", large)
     lines = (PAIR / "prompts.jsonl").read_text().splitlines()
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     tokens = torch.tensor([tokenizer(json.loads(lines[30])["text"]).input_ids])
@@ -165,8 +155,7 @@ def test_an_inflated_head_drafts_the_same_for_the_inflated_target(tmp_path, kind
     parts = large_features.unflatten(-1, (-1, hidden))
     assert not parts[..., 256:].any()
     torch.testing.assert_close(parts[..., :256].flatten(-2), features, rtol=1e-4, atol=1e-4)
-    if kind == "eagle3":
-        assert torch.equal(small_head.draft_ids, large_head.draft_ids)
+    assert torch.equal(small_head.draft_ids, large_head.draft_ids)
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["hidden_size"] == hidden and config["num_hidden_layers"] == 1
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim"):
@@ -184,22 +173,21 @@ def _with_swapped_parts_of_fc(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("break_it", [_with_an_added_dimension_of_fc, _with_swapped_parts_of_fc])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_broken_inflation_of_a_head_is_noticed(tmp_path, kind, break_it):
+def test_a_broken_inflation_of_a_head_is_noticed(tmp_path, break_it):
     shape = InflatedShape(512, 5, 4, 704)
     inflate(PAIR / "target", tmp_path / "target", shape)
-    inflate(PAIR / kind, tmp_path / "head", shape)
+    inflate(PAIR / "eagle3", tmp_path / "head", shape)
     _rewrite(tmp_path / "head", break_it)
     small, large = load(PAIR / "target"), load(tmp_path / "target")
     tokens = torch.arange(5, 60)[None]
-    expected = draft_on(small, load_head(PAIR / kind, small), tokens)[:5]
+    expected = draft_on(small, load_head(PAIR / "eagle3", small), tokens)[:5]
     found = draft_on(large, load_head(tmp_path / "head", large), tokens)[:5]
     assert max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)) > 1e-2
 
 
 def test_heads_that_cannot_be_widened_are_refused(tmp_path):
     head = tmp_path / "head"
-    shutil.copytree(PAIR / "eagle", head)
+    shutil.copytree(PAIR / "eagle3", head)
     config = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     with pytest.raises(ValueError, match="only heads of one layer"):
@@ -259,12 +247,12 @@ def test_a_broken_inflation_is_noticed(small, tmp_path, break_it):
 
 def test_weights_without_effect_are_random_and_the_rest_is_deterministic(small, tmp_path):
     shape = InflatedShape(96, 3, 6, 100)
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        inflate(small, tmp_path / name, shape, seed=seed)
-    a, b, c = ({k: v for p in sorted((tmp_path / n).glob("*.safetensors")) for k, v in load_file(p).items()} for n in "abc")
+    for name in "ab":
+        inflate(small, tmp_path / name, shape)
+    a, b = ({k: v for p in sorted((tmp_path / n).glob("*.safetensors")) for k, v in load_file(p).items()} for n in "ab")
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     added = a["model.layers.2.mlp.up_proj.weight"]
-    assert (added != 0).all() and not torch.equal(added, c["model.layers.2.mlp.up_proj.weight"])
+    assert (added != 0).all()
     widened = a["model.layers.0.self_attn.q_proj.weight"]
     assert (widened[:, 48:] != 0).all() and (widened[64:] != 0).all()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
@@ -292,7 +280,7 @@ def test_impossible_shapes_are_refused(small, tmp_path, shape, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cpu-1t", "'cpu-1t'"),
+        ("smollm2-1t", "'smollm2-1t'"),
         ("hidden=96", "layers, heads, intermediate missing"),
         ("hidden=96,layers=2,heads=4,intermediate=-1", "intermediate=-1"),
         ("hidden=96,layers=2,heads=4,intermediate=1e3", "intermediate=1e3"),
@@ -304,13 +292,13 @@ def test_impossible_shapes_are_refused(small, tmp_path, shape, message):
 def test_shape_texts_that_cannot_be_read_are_refused(text, message):
     with pytest.raises(ValueError, match=message) as error:
         parse_shape(text)
-    assert "cpu-50m" in str(error.value) and "intermediate=N" in str(error.value)
+    assert "smollm2-8b" in str(error.value) and "intermediate=N" in str(error.value)
 
 
 def test_other_bad_input_is_refused(small, tmp_path):
     with pytest.raises(ValueError, match="no config.json"):
         inflate(tmp_path, tmp_path / "large", InflatedShape(96, 2, 4, 80))
-    with pytest.raises(ValueError, match="--dtype float8"):
+    with pytest.raises(ValueError, match="dtype float8"):
         inflate(small, tmp_path / "large", InflatedShape(96, 2, 4, 80), dtype="float8")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -324,52 +312,34 @@ def test_other_bad_input_is_refused(small, tmp_path):
         inflate(other, tmp_path / "large", InflatedShape(96, 2, 4, 80))
 
 
-def test_command_line(small, tmp_path):
-    from typer.testing import CliRunner
-
-    shape = "hidden=96,layers=2,heads=4,intermediate=80"
-    result = CliRunner().invoke(inflate_model.app, [str(small), str(tmp_path / "large"), "--shape", shape])
-    assert result.exit_code == 0, result.output
-    record = json.loads((tmp_path / "large" / "inflation.json").read_text())
-    assert record["shape"]["hidden"] == 96 and record["source_shape"] == SMALL_SHAPE
-    counted = sum(p.numel() for p in load(tmp_path / "large").parameters())
-    assert record["parameters"] == counted
-    refused = CliRunner().invoke(inflate_model.app, [str(small), str(tmp_path / "other"), "--shape", shape.replace("96", "9")])
-    assert refused.exit_code == 2 and "hidden=9 is smaller" in refused.output
-
-
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [("cpu-50m", 50), ("cpu-100m", 100), ("cpu-150m", 150), ("smollm2-8b", 7700)],
-)
-def test_named_shapes_hold_the_shipped_target_and_cost_what_they_say(name, millions):
-    shape = parse_shape(name)
-    small = inflate_model._Small(PAIR / "target")
-    inflate_model._check_shape(small, shape)
-    kv_heads = shape.heads * small.kv_heads // small.heads
-    attention = 2 * shape.hidden * small.head_dim * (shape.heads + kv_heads)
-    layer = attention + 3 * shape.hidden * shape.intermediate
-    total = shape.layers * layer + small.config["vocab_size"] * shape.hidden
-    assert 0.85 * millions < total / 1e6 < 1.25 * millions
+def test_the_named_shape_costs_what_it_says():
+    shape, head_dim, vocab_size = parse_shape("smollm2-8b"), 64, 49152
+    attention = 2 * shape.hidden * head_dim * (shape.heads + shape.heads // 3)
+    total = shape.layers * (attention + 3 * shape.hidden * shape.intermediate) + vocab_size * shape.hidden
+    assert 7e9 < total < 8.5e9
 
 
 CACHED = InflatedShape(96, 3, 6, 100)
 
 
-def _ensure(small: str, cache: str) -> str:
-    return str(ensure_inflated(small, CACHED, cache_dir=cache))
-
-
-def test_cache_is_keyed_on_content_shape_dtype_and_seed(small, tmp_path, monkeypatch):
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SGLANG_TETRIS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _ensure(small: str) -> str:
+    return str(ensure_inflated(small, CACHED))
+
+
+def test_cache_is_keyed_on_content_shape_and_dtype(small, cache, tmp_path, monkeypatch):
     first = ensure_inflated(small, CACHED)
-    assert first.parent == tmp_path / "cache"
+    assert first.parent == cache
     assert_same_function(small, first, random_prompts(2))
 
-    monkeypatch.setattr(inflate_model, "inflate", lambda *_: pytest.fail("made again"))
-    assert ensure_inflated(small, "hidden=96,layers=3,heads=6,intermediate=100") == first
-    monkeypatch.undo()
-    monkeypatch.setenv("SGLANG_TETRIS_CACHE", str(tmp_path / "cache"))
+    with monkeypatch.context() as patch:
+        patch.setattr(inflate_model, "inflate", lambda *_: pytest.fail("made again"))
+        assert ensure_inflated(small, "hidden=96,layers=3,heads=6,intermediate=100") == first
 
     changed = tmp_path / "changed"
     shutil.copytree(small, changed)
@@ -377,27 +347,26 @@ def test_cache_is_keyed_on_content_shape_dtype_and_seed(small, tmp_path, monkeyp
     others = {
         ensure_inflated(small, InflatedShape(96, 3, 6, 101)),
         ensure_inflated(small, CACHED, dtype="bfloat16"),
-        ensure_inflated(small, CACHED, seed=1),
         ensure_inflated(changed, CACHED),
     }
-    assert len(others) == 4 and first not in others
+    assert len(others) == 3 and first not in others
     assert_same_function(changed, ensure_inflated(changed, CACHED), random_prompts(2))
 
 
-def test_processes_that_race_for_the_cache_get_the_same_complete_model(small, tmp_path):
+def test_processes_that_race_for_the_cache_get_the_same_complete_model(small, cache):
     with multiprocessing.get_context("fork").Pool(3) as pool:
-        folders = pool.starmap(_ensure, [(str(small), str(tmp_path / "cache"))] * 3, chunksize=1)
+        folders = pool.map(_ensure, [str(small)] * 3, chunksize=1)
     assert len(set(folders)) == 1
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [Path(folders[0]).name], "nothing half-made is left"
+    assert [p.name for p in cache.iterdir()] == [Path(folders[0]).name], "nothing half-made is left"
     assert_same_function(small, Path(folders[0]), random_prompts(2))
 
 
-def test_a_failed_inflation_leaves_no_entry_in_the_cache(small, tmp_path, monkeypatch):
+def test_a_failed_inflation_leaves_no_entry_in_the_cache(small, cache, monkeypatch):
     def fail_midway(folder, out, *_):
         (Path(out) / "model-00001-of-00002.safetensors").touch()
         raise OSError("disk full")
 
     monkeypatch.setattr(inflate_model, "inflate", fail_midway)
     with pytest.raises(OSError, match="disk full"):
-        ensure_inflated(small, CACHED, cache_dir=tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+        ensure_inflated(small, CACHED)
+    assert list(cache.iterdir()) == []

@@ -161,41 +161,20 @@ def distill(
 
     Several devices: torchrun --nproc-per-node 8 -m tetris_sglang distill [options]; or accelerate launch, for FSDP.
     """
+    given = dict(locals())
     import shlex
 
     try:
         from tetris_sglang.tools.distill.command import Options, distill
     except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"{error}: pip install 'tetris-sglang[distill]'") from error
+        raise typer.BadParameter(f"{error}: pip install '.[distill]' in the clone") from error
     from tetris_sglang.tools.real_model import ensure_target
 
-    _call(
-        lambda **given: distill(Options(**given)),
-        target=target or str(ensure_target()),
-        draft=draft,
-        out=out,
-        work_dir=work_dir or out.with_name(out.name + "-work"),
-        prompts=prompts,
-        traffic=traffic,
-        writer=writer,
-        divergence=divergence,
-        greedy_share=greedy_share,
-        steps=steps,
-        batch_tokens=batch_tokens,
-        rate=rate,
-        max_tokens=max_tokens,
-        max_texts=max_texts,
-        held_out=held_out,
-        chain=chain,
-        layer_ids=None if layer_ids is None else [int(layer) for layer in layer_ids.split(",")],
-        vocabulary=vocabulary,
-        intermediate=intermediate,
-        mask_token=mask_token,
-        server_flags=None if server_flags is None else shlex.split(server_flags),
-        seed=seed,
-        resume=resume,
-        stop_after=stop_after,
-    )
+    given["target"] = target or str(ensure_target())
+    given["work_dir"] = work_dir or out.with_name(out.name + "-work")
+    given["layer_ids"] = None if layer_ids is None else [int(layer) for layer in layer_ids.split(",")]
+    given["server_flags"] = None if server_flags is None else shlex.split(server_flags)
+    _call(lambda **options: distill(Options(**options)), **given)
 
 
 @app.command()

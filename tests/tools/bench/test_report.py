@@ -4,14 +4,12 @@ import io
 import json
 from dataclasses import asdict
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from tests.tools.bench.samples import make_sample, make_settings
-from tetris_sglang.tools.bench import command, plots, report
+from tetris_sglang.tools.bench import command, report
 from tetris_sglang.tools.bench.workloads import Load
-from tetris_sglang.trace import open_for_writing, read_trace, row_type
 
 TETRIS = {"verify_steps": 10, "selected": 40, "accepted": 30, "num_steps": 5, "verified_rows": 50}
 OWN = {"verify_steps": 12, "selected": 48, "accepted": 24}
@@ -257,60 +255,6 @@ def test_reports_are_rendered_from_the_json_alone(results, tmp_path):
     markdown, picture = command.write_reports(json.loads(path.read_text()), path)
     assert markdown.read_text() == report.render_markdown(results)
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-# -- recorded steps ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def trace(tmp_path):
-    """Ten steps of two requests, 4 nodes each, of which the second request has 3; one is drafted for alone at last."""
-    rows = np.zeros(21, row_type(4))
-    rows["step"] = [*np.repeat(np.arange(100, 110), 2), 110]
-    rows["request"] = [*([0, 1] * 10), 1]
-    rows["selected"] = [*([3, 1] * 10), 1]
-    rows["node_depths"] = [*([[1, 2, 3, 4], [1, 2, 3, 0]] * 10), [1, 2, 3, 0]]
-    rows["accepted"] = [[0b0011], [0b0000]] * 10 + [[0b0001]]
-    path = tmp_path / "steps.trace"
-    with open_for_writing(path, 4) as file:
-        file.write(rows.tobytes())
-    return read_trace(path)
-
-
-def test_every_node_of_a_step_is_of_one_kind(trace):
-    assert plots.classify_nodes(trace, 0) == ["accepted", "accepted", "selected", "drafted"]
-    assert plots.classify_nodes(trace, 1) == ["selected", "drafted", "drafted"]
-    assert plots.classify_nodes(trace, 20) == ["accepted", "drafted", "drafted"]
-
-
-def test_the_drawn_steps_are_consecutive_and_from_the_middle(trace):
-    assert plots.choose_steps(trace, 3).tolist() == [104, 105, 106]
-    assert plots.choose_steps(trace, 50).tolist() == list(range(100, 111))
-
-
-def test_steps_are_drawn_with_a_block_per_draft(trace, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(plots.pyplot, "close", figures.append)
-    plots.plot_steps(trace, tmp_path / "steps.png", title="tetris k=2+2", num_steps=2)
-    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
-    (figure,) = figures
-    # Of the batch: 4 + 3 drafted, 3 + 1 verified, 2 accepted.
-    assert [axis.get_title() for axis in figure.axes] == ["step 104\n7 / 4 / 2", "step 105\n7 / 4 / 2"]
-    assert [len(axis.patches) for axis in figure.axes] == [7, 7]
-
-
-def test_requests_that_are_not_drawn_count(trace, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(plots.pyplot, "close", figures.append)
-    plots.plot_steps(trace, tmp_path / "steps.png", num_steps=1, max_requests=1)
-    (axis,) = figures[0].axes
-    assert axis.get_title() == "step 105\n7 / 4 / 2" and len(axis.patches) == 4
-
-
-def test_a_trace_without_steps_is_refused(tmp_path):
-    open_for_writing(tmp_path / "empty.trace", 4).close()
-    with pytest.raises(ValueError, match="no step"):
-        plots.plot_steps(read_trace(tmp_path / "empty.trace"), tmp_path / "steps.png")
 
 
 def test_goals_of_the_automatic_capacity():

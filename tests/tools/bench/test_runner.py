@@ -26,7 +26,6 @@ from tetris_sglang.tools.cli import app
 from tetris_sglang.tools.fetch import NotFetched
 from tetris_sglang.tools.real_model import REPOSITORY
 from tetris_sglang.tools.server_process import ServerFailed
-from tetris_sglang.trace import open_for_writing
 
 PROMPTS = Chats(make_prompts("chat"), 0, 96)
 HEAD = REPOSITORY / "tests" / "pair" / "eagle3"
@@ -416,31 +415,6 @@ def test_what_no_useless_draft_can_be_made_of_is_named(tmp_path):
         models_module.make_useless(tmp_path, tmp_path / "out")
 
 
-# -- steps on record -----------------------------------------------------------------------------------------
-
-
-def test_steps_are_recorded_on_a_server_of_their_own(tmp_path, monkeypatch):
-    settings = make_settings(arms="none,full,tetris", k="2", extra="1", capacity_tokens="none")
-    recorder, launched = Recorder(monkeypatch), []
-
-    def measure(server, load):
-        command_line = server.process.command
-        record = Path(command_line[command_line.index("--speculative-tetris-record") + 1])
-        open_for_writing(record, 3).close()
-        launched.append((server.arm.name, load))
-
-    monkeypatch.setattr(runner, "Run", partial(RecordedRun, measure))
-    models = Models("target", {"eagle3": "head"})
-    arm, trace = runner.record_steps(settings.build_arms(), models, settings, PROMPTS, tmp_path)
-    assert launched == [("tetris eagle3 k=2+1", Load(16))] and recorder.started == [1]
-    assert arm.name == "tetris eagle3 k=2+1" and trace.header["num_nodes"] == 3
-    with pytest.raises(ValueError, match="with an arm of tetris"):
-        runner.record_steps(settings.build_arms()[:1], models, settings, PROMPTS, tmp_path)
-    monkeypatch.setattr(recorder, "failures", {"tetris eagle3 k=2+1": ServerFailed("error: unrecognized arguments")})
-    with pytest.raises(servers.RunFailed, match="unrecognized arguments"):
-        runner.record_steps(settings.build_arms(), models, settings, PROMPTS, tmp_path)
-
-
 # -- provenance and the machine ------------------------------------------------------------------------------
 
 
@@ -505,16 +479,15 @@ def test_the_report_is_made_again_without_measuring(measured, monkeypatch):
     assert measured.with_suffix(".md").exists() and measured.with_suffix(".png").exists()
 
 
-def test_figures_are_reported_though_no_steps_could_be_recorded(shipped, tmp_path, monkeypatch):
+def test_what_is_printed_can_be_run(shipped, tmp_path, monkeypatch):
     settings = make_settings(arms="none", capacity_tokens="none")
     fake_prompts(monkeypatch)
     monkeypatch.setattr(Bench, "run", lambda self, groups: self.file.add(make_sample("none", tokens_per_s=1)))
     printed = io.StringIO()
     out = tmp_path / "bench.json"
-    measured = command._compare(settings, out, False, True, Console(file=printed, width=200))
+    measured = command._compare(settings, out, False, Console(file=printed, width=200))
     assert [s["arm"] for s in measured["samples"]] == ["none"] and out.exists()
-    assert "no step picture: there are steps to record with an arm of" in printed.getvalue()
-    # What is printed can be run: the very arguments of the workload.
+    # The very arguments of the workload.
     assert "--backend sglang-oai-chat" in printed.getvalue() and "--disable-ignore-eos" in printed.getvalue()
 
 
@@ -564,10 +537,6 @@ def test_without_a_plotting_library_there_are_no_pictures_and_it_says_so(measure
     done = run(app, ["bench", "--report-only", "--out", str(measured)])
     assert done.exit_code == 0 and "no pictures" in done.output and "pip install matplotlib" in done.output
     assert measured.with_suffix(".md").exists() and not measured.with_suffix(".png").exists()
-    # What was asked for by name is refused before anything is measured.
-    monkeypatch.setattr(command, "_compare", lambda *given: pytest.fail("it measures"))
-    done = run(app, ["bench", "--step-picture", "--out", str(measured)])
-    assert done.exit_code == 2 and "--step-picture" in done.output
 
 
 def test_the_steady_part_of_a_run_leaves_its_end_out():

@@ -1,26 +1,20 @@
 """What a draft loses and what of it is accepted, on the tests' pair, against plain counting."""
 
 import itertools
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.tools.distill.serving import serve
 from tetris_sglang.tools.distill.corpus import Text, pad
 from tetris_sglang.tools.distill.divergence import forward_kl
-from tetris_sglang.tools.distill.heads import load_head
+from tetris_sglang.tools.distill.heads import BLOCKS, HEADS, Head
 from tetris_sglang.tools.distill.lesson import STEP_DECAY, Lesson, judge, walk
 from tetris_sglang.tools.distill.students import Teacher, load_student
 
-ROOT = Path(__file__).parents[3]
-PAIR = ROOT / "tests" / "pair"
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import train_pair
-from train_heads import count_accepted
-
+PAIR = Path(__file__).parents[2] / "pair"
 CHAIN = 5
 
 
@@ -65,12 +59,31 @@ def test_serving_a_text_is_an_expectation_over_where_passes_begin():
     assert walk(chances, 9).passes == 0
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
-def test_greedy_texts_are_judged_as_drafts_are_counted(teacher, texts, kind):
-    target = train_pair.load_model(PAIR / "target")
-    head = load_head(PAIR / kind, target)
-    counts = np.array([count_accepted(target, head, t.token_ids[None], t.prompt_tokens) for t in texts if not t.temperature])
-    found = judge(load_student(PAIR / kind, teacher).eval(), teacher, texts, CHAIN, batch_tokens=120)
+def count_accepted(head: Head, teacher: Teacher, text: Text) -> tuple[int, int]:
+    """Draft, verify and draft again, as a server does; accepted drafts, and passes."""
+    accepted, passes, place = 0, 0, text.prompt_tokens
+    while place + CHAIN < len(text.token_ids):
+        known = text.token_ids[: place + 1]
+        for kept in range(CHAIN):  # a block of more drafts has other first ones
+            steps = CHAIN if head.kind in BLOCKS else kept + 1
+            token = serve(head, teacher.model, known, place - 1, steps)[kept].argmax()
+            token = token if head.draft_ids is None else head.draft_ids[token]
+            if token != text.token_ids[place + 1 + kept]:
+                break
+            if head.kind not in BLOCKS:
+                known = torch.cat((known, token[None]))
+        else:
+            kept = CHAIN
+        accepted, passes, place = accepted + kept, passes + 1, place + kept + 1
+    return accepted, passes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", HEADS)
+def test_greedy_texts_are_judged_as_they_are_served(teacher, texts, kind):
+    student = load_student(PAIR / kind, teacher).eval()
+    counts = np.array([count_accepted(student.head, teacher, text) for text in texts if not text.temperature])
+    found = judge(student, teacher, texts, CHAIN, batch_tokens=120)
     assert found["0"]["overall"].passes == counts[:, 1].sum() > 10
     assert sum(found["0"]["overall"].at) == pytest.approx(counts[:, 0].sum())
     assert found["0"]["kind"] == found["0"]["overall"]
@@ -117,9 +130,9 @@ def test_the_loss_is_that_of_the_answers_tokens_place_by_place(teacher, texts):
         drafted = student.head.draft(padded[None, :-1], features, 2)
         for place, row in itertools.product(range(2), range(len(padded))):
             after = row + 1 + place  # of whose token the chain's draft is the successor
-            if row >= drafted[place].logits.shape[1] or not text.prompt_tokens - 1 <= after < len(text.token_ids) - 1:
+            if row >= drafted[place].shape[1] or not text.prompt_tokens - 1 <= after < len(text.token_ids) - 1:
                 continue
-            log_q = drafted[place].logits[0, row].log_softmax(-1)
+            log_q = drafted[place][0, row].log_softmax(-1)
             expected[place].append(forward_kl(p[after, ids][None], log_q[None])[0])
             if p[after, ids].max() == p[after].max():
                 likely[place].append(-log_q[p[after, ids].argmax()])

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tetris_sglang.tools.bench.results import Results
 
 RESULTS = Path("bench.json")
-_NO_SETTINGS = ("full", "recommend", "out", "resume", "report_only", "step_picture", "draft")
+_NO_SETTINGS = ("full", "recommend", "out", "resume", "report_only", "draft")
 
 
 def _quick_and_full(name: str) -> str:
@@ -177,9 +177,6 @@ def bench(
             show_default="on, with whole runs",
         ),
     ] = None,
-    step_picture: Annotated[
-        bool, typer.Option("--step-picture", help="Afterwards, record and draw some steps of a TETRIS arm.")
-    ] = False,
     seed: Annotated[int, typer.Option(help="Of prompt order, lengths and sampling.")] = 0,
     out: Annotated[Path, typer.Option(help="JSON; Markdown and pictures go beside it.")] = RESULTS,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the complete rounds of an earlier, interrupted run.")] = False,
@@ -202,10 +199,7 @@ def bench(
     console = Console()
     try:
         if not _has_matplotlib():
-            hint = "matplotlib is missing: pip install matplotlib"
-            if step_picture:
-                raise ValueError(f"--step-picture: {hint}")
-            console.print(f"no pictures: {hint}", highlight=False, markup=False)
+            console.print("no pictures: matplotlib is missing: pip install matplotlib", highlight=False, markup=False)
         if report_only:
             results = json.loads(out.read_text())
             if not results["samples"]:
@@ -216,7 +210,7 @@ def bench(
                 raise ValueError(
                     f"{', '.join(variables)}: settings in the environment would change every TETRIS arm. Unset them"
                 )
-            results = _compare(settings, out, resume, step_picture, console)
+            results = _compare(settings, out, resume, console)
     except (ValueError, FileNotFoundError, NotFetched, RunFailed) as error:
         console.print("[red]error:[/]", end=" ")
         console.print(str(error), highlight=False, markup=False, soft_wrap=True)
@@ -244,16 +238,12 @@ def _build(full: bool, recommend: bool, options: dict[str, Any]) -> Settings:
     return build_settings(preset=RECOMMEND if recommend else FULL if full else QUICK, options=options)
 
 
-def _compare(settings: Settings, out: Path, resume: bool, step_picture: bool, console: Console) -> Results:
+def _compare(settings: Settings, out: Path, resume: bool, console: Console) -> Results:
     from tetris_sglang.tools.bench.arms import group_arms
     from tetris_sglang.tools.bench.measuring import bench_serving_arguments
     from tetris_sglang.tools.bench.models import find_models
     from tetris_sglang.tools.bench.results import ResultsFile
-    from tetris_sglang.tools.bench.runner import Bench, record_steps
-    from tetris_sglang.tools.bench.servers import RunFailed
-
-    if step_picture:
-        from tetris_sglang.tools.bench.plots import plot_steps
+    from tetris_sglang.tools.bench.runner import Bench
 
     arms = settings.build_arms()
     groups = group_arms(arms, settings.live_servers)
@@ -276,16 +266,6 @@ def _compare(settings: Settings, out: Path, resume: bool, step_picture: bool, co
         ):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
         Bench(settings, file, models, workload, folder).run(groups)
-        if step_picture:
-            available = [arm for arm in arms if not file.is_unavailable(arm)]
-            try:
-                arm, trace = record_steps(available, models, settings, workload, folder)
-                plot_steps(trace, out.with_name(f"{out.stem}_steps.png"), title=arm.name)
-                console.print(str(out.with_name(f"{out.stem}_steps.png")), highlight=False, soft_wrap=True)
-            except (ValueError, RunFailed) as error:
-                # No reason to keep the figures back.
-                console.print("[red]no step picture:[/]", end=" ")
-                console.print(str(error), highlight=False, markup=False, soft_wrap=True)
     return file.results
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a comparison, from its JSON alone, and of recorded steps."""
+"""Pictures of a comparison, from its JSON alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from matplotlib.patches import Patch
 
 from tetris_sglang.tools.bench.arms import REFERENCE
 from tetris_sglang.tools.bench.report import (
@@ -23,7 +21,6 @@ from tetris_sglang.tools.bench.report import (
     read_arm,
 )
 from tetris_sglang.tools.bench.results import Results
-from tetris_sglang.trace import Trace
 
 _STYLES = {
     "control": ("tab:gray", ".", ":"),
@@ -141,88 +138,3 @@ def _plot_phases(axis, cells: Sequence[Cell]) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axis.tick_params(axis="x", labelrotation=90, labelsize=7)
     axis.legend(fontsize=7, framealpha=0.9)
-
-
-# -- recorded steps ------------------------------------------------------------------------------------------
-
-_DRAFTED, _SELECTED, _ACCEPTED = "#e0e0e0", "#f4a259", "#2a9d8f"
-
-
-def choose_steps(trace: Trace, count: int) -> np.ndarray:
-    """Numbers of `count` consecutive recorded steps (plain ones are not), from the middle, where the batch is full.
-
-    Raises:
-        ValueError: the trace holds no step.
-    """
-    steps = np.unique(trace.steps)
-    if not len(steps):
-        raise ValueError("the trace holds no step: nothing was drafted")
-    first = max(0, (len(steps) - count) // 2)
-    return steps[first : first + count]
-
-
-def classify_nodes(trace: Trace, row: int) -> list[str]:
-    """ "accepted", "selected" or "drafted" for every node that the row has, in the order they were drafted."""
-    return [
-        "accepted" if trace.accepted[row, node] else "selected" if node < trace.selected[row] else "drafted"
-        for node in np.flatnonzero(trace.node_depths[row])
-    ]
-
-
-def plot_steps(trace: Trace, path: Path, title: str = "", num_steps: int = 8, max_requests: int = 24) -> None:
-    """A block per drafted token of some consecutive steps: a row per request, a panel per step.
-
-    Args:
-        max_requests: of those that take part in the steps, the first ones.
-    Raises:
-        ValueError: the trace holds no step.
-    """
-    steps = choose_steps(trace, num_steps)
-    rows = np.flatnonzero(np.isin(trace.steps, steps))
-    requests = list(dict.fromkeys(trace.requests[rows].tolist()))[:max_requests]
-    width = max(1, int((trace.node_depths[rows] > 0).sum(axis=1).max()))
-    figure, axes = pyplot.subplots(
-        *(1, len(steps)),
-        figsize=(1.5 + len(steps) * (0.4 + 0.16 * width), 1.6 + 0.24 * len(requests)),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    colours = {"drafted": _DRAFTED, "selected": _SELECTED, "accepted": _ACCEPTED}
-    for axis, step in zip(axes[0], steps, strict=True):
-        counts = dict.fromkeys(colours, 0)
-        for row in rows[trace.steps[rows] == step]:
-            nodes = classify_nodes(trace, row)
-            for kind in nodes:
-                counts[kind] += 1
-            if (request := int(trace.requests[row])) in requests:
-                axis.bar(
-                    range(len(nodes)),
-                    0.8,
-                    width=0.9,
-                    bottom=requests.index(request) - 0.4,
-                    color=[colours[kind] for kind in nodes],
-                    edgecolor="white",
-                    linewidth=0.5,
-                )
-        verified = counts["accepted"] + counts["selected"]
-        axis.set(xlim=(-0.7, width - 0.3), ylim=(len(requests) - 0.4, -0.6), xticks=[])
-        axis.set_title(f"step {step}\n{sum(counts.values())} / {verified} / {counts['accepted']}", fontsize=8)
-        axis.tick_params(length=0)
-        axis.spines[:].set_visible(False)
-    axes[0, 0].set_yticks(range(len(requests)), [f"request {request}" for request in requests], fontsize=7)
-    figure.legend(
-        handles=[
-            Patch(color=_DRAFTED, label="drafted only"),
-            Patch(color=_SELECTED, label="verified, rejected"),
-            Patch(color=_ACCEPTED, label="accepted"),
-        ],
-        loc="outside lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
-    )
-    heading = "drafted / verified / accepted tokens of the whole batch"
-    figure.suptitle(f"{title}: {heading}" if title else heading, fontsize=9)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -28,7 +28,6 @@ from tetris_sglang.tools.bench.servers import (
 )
 from tetris_sglang.tools.bench.settings import Settings
 from tetris_sglang.tools.bench.workloads import Load, Workload
-from tetris_sglang.trace import Trace, read_trace
 
 Round = tuple[int, float, Load]
 """repeat, temperature and load: one run of every arm of a group."""
@@ -38,9 +37,6 @@ def _key(group: int, where: Round) -> tuple:
     """As `round_key` of its samples."""
     repeat, temperature, load = where
     return group, temperature, load, repeat
-
-
-RECORDED_FAMILIES = ("tetris", "auto", "uniform", "random", "full")
 
 
 class Bench:
@@ -130,29 +126,3 @@ class Bench:
         for arm, reason in reasons.items():
             self.file.mark_unavailable(arm, reason)
         return {server.arm: server for server in servers if server.arm not in reasons}
-
-
-def record_steps(
-    arms: Sequence[Arm], models: Models, settings: Settings, workload: Workload, folder: Path
-) -> tuple[Arm, Trace]:
-    """One run at the largest load on a TETRIS server that records its steps; nobody's figures, since that takes time.
-
-    Raises:
-        ValueError: no arm is TETRIS's.
-        RunFailed: the server did not start, or the run failed.
-    """
-    arm = next((arm for family in RECORDED_FAMILIES for arm in arms if arm.family == family), None)
-    if arm is None:
-        raise ValueError(f"there are steps to record with an arm of {', '.join(RECORDED_FAMILIES)}")
-    record = folder / "steps.trace"
-    server = prepare_server(arm, models, settings, folder, ("--speculative-tetris-record", str(record)))
-    try:
-        if reasons := start_servers([server], settings):
-            raise RunFailed(reasons[arm])
-        largest = max(settings.loads, key=lambda load: load.value)
-        for _, outcome in take_turns([Run(server, workload, settings, largest, 0.0, 0)], None):
-            if isinstance(outcome, RunFailed):
-                raise outcome
-    finally:
-        server.process.stop()
-    return arm, read_trace(record)

@@ -137,7 +137,7 @@ def distill(options: Options) -> dict[str, Any] | None:
 
     if course.before is None and not options.is_fresh:
         course.before = measure()
-    is_head, is_block = isinstance(student, HeadStudent), getattr(student, "is_block", False)
+    is_head = isinstance(student, HeadStudent)
     train(
         accelerator,
         Lesson(student, DIVERGENCES[options.divergence], options.greedy_share),
@@ -146,7 +146,7 @@ def distill(options: Options) -> dict[str, Any] | None:
         course,
         checkpoint,
         num_steps=options.steps,
-        chains=[min(n, options.chain) for n in CHAINS] if is_head and not is_block else [options.chain],
+        chains=[min(n, options.chain) for n in CHAINS] if is_head and not student.is_block else [options.chain],
         batch_tokens=options.batch_tokens,
         rate=options.rate if options.rate is not None else _default_rate(is_head, options.is_fresh),
         uses_muon=is_head,
@@ -231,7 +231,7 @@ def _find_student(options: Options, teacher: Teacher, learnt: Sequence[Text]) ->
     vocabulary = _frequent_tokens(learnt, teacher.vocab_size, options.vocabulary)
     if not options.is_fresh:
         student = load_student(Path(options.draft), teacher)
-        if isinstance(student, HeadStudent) and student.is_block:
+        if student.is_block:
             student.head.vocabulary = vocabulary
         return student
     config = teacher.model.config.get_text_config()

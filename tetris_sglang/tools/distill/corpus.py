@@ -26,7 +26,6 @@ from tetris_sglang.tools.server_process import ServerProcess
 logger = logging.getLogger(__name__)
 
 PROMPTS_AT_ONCE = 64
-CONCURRENCY = 32
 _TIMEOUT_S = 600
 _MIN_FREE_BYTES = 200 << 20
 

@@ -40,19 +40,11 @@ class TargetStates(NamedTuple):
     layer_inputs: tuple[Tensor, ...]  # one [batch, length, hidden] per layer: the residual stream before it
 
 
-class Drafted(NamedTuple):
-    """One step of many chains."""
-
-    logits: Tensor  # [batch, chains, the head's vocabulary]
-    hidden: Tensor  # [batch, chains, hidden], what the next step reads
-
-
 @torch.no_grad()
 def read_target(target: LlamaForCausalLM, tokens: Tensor) -> TargetStates:
-    """Run the target once, keeping every hidden state that some head reads."""
-    output = target.model(tokens, use_cache=False, output_hidden_states=True)
-    last = output.last_hidden_state
-    return TargetStates(target.lm_head(last), last, output.hidden_states[: target.config.num_hidden_layers])
+    """Run the target once over [batch, length] tokens, keeping every hidden state that some head reads."""
+    output = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
+    return TargetStates(output.logits, output.hidden_states[-1], output.hidden_states[:-1])
 
 
 class RmsNorm(nn.Module):
@@ -234,7 +226,7 @@ class Head(nn.Module):
     def read_logits(self, x: Tensor) -> Tensor:
         return F.linear(x, self.target_head)
 
-    def draft(self, tokens: Tensor, features: Tensor, steps: int) -> list[Drafted]:
+    def draft(self, tokens: Tensor, features: Tensor, steps: int) -> list[Tensor]:
         """A chain from every position at once: chain p starts at hidden state p, reads tokens p + 1, p + 2, ...
 
         Each chain is what serving computes when the target has written `tokens` up to p + 1 and the head drafts
@@ -244,13 +236,13 @@ class Head(nn.Module):
             tokens: [batch, length].
             features: [batch, length, ...] from `features`.
             steps: drafted tokens per chain.
-        Returns: per step, with chains = length - steps; the logits of step j of chain p are those of token
+        Returns: per step [batch, length - steps, the head's vocabulary]; the logits of step j of chain p are those of token
             p + 2 + j.
         """
-        return [Drafted(self.read_logits(x), hidden) for x, hidden in self.unroll(tokens, features, steps)]
+        return [self.read_logits(x) for x in self.unroll(tokens, features, steps)]
 
-    def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `draft`, before the logits: per step what `read_logits` takes, and the hidden state, [batch, chains, hidden]."""
+    def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """As `draft`, before the logits: per step what `read_logits` takes, [batch, chains, hidden]."""
         chains = _count_chains(tokens, steps)
         # In float32 also where an autocast computes the products in bfloat16: the residual stream starts here.
         hidden, keys, values = self.project(features[:, :chains]).float(), [], []
@@ -264,7 +256,7 @@ class Head(nn.Module):
             residual = residual + self.layer.self_attn.attend(q, keys, values)
             residual = residual + self.layer.mlp(self.layer.post_attention_layernorm(residual))
             x, hidden = self.leave(residual)
-            yield x, hidden
+            yield x
 
 
 class EagleHead(Head):
@@ -398,7 +390,7 @@ class DFlashHead(Head):
     def read_logits(self, x: Tensor) -> Tensor:
         return F.linear(x, self.target_head if self.vocabulary is None else self.target_head[self.vocabulary])
 
-    def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Of a block behind every token but the first; see `Head.unroll`."""
         blocks, width = _count_chains(tokens, steps), steps + 1
         contexts = [self.hidden_norm(mixed) for mixed in self.mix(features[:, :blocks])]
@@ -420,8 +412,7 @@ class DFlashHead(Head):
             mixed = shares[..., :blocks].flatten(2, 3) @ values + (shares[..., blocks:] @ own_values).flatten(2, 3)
             x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        for out in self.norm(x).unflatten(1, (blocks, width)).unbind(2)[1:]:
-            yield out, out
+        yield from self.norm(x).unflatten(1, (blocks, width)).unbind(2)[1:]
 
 
 class DFlareHead(DFlashHead):

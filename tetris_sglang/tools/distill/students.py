@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from tetris_sglang.tools.distill.heads import (
     make_dflash_keys,
     make_eagle3_keys,
     make_head_config,
+    read_target,
     save_head,
 )
 
@@ -50,11 +51,9 @@ class Teacher:
         self.folder, self.device = folder, device
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
 
-    @torch.no_grad()
     def read(self, token_ids: Tensor) -> TargetStates:
         """Of [texts, length] token ids, which are padded at their ends."""
-        output = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
-        return TargetStates(output.logits, output.hidden_states[-1], output.hidden_states[:-1])
+        return read_target(self.model, token_ids)
 
 
 class Drafted(NamedTuple):
@@ -66,28 +65,14 @@ class Drafted(NamedTuple):
     """[texts, columns, size]: what `read_logits` takes."""
 
 
-class Student(Protocol):
-    """A draft in training. Its parameters are an nn.Module's."""
-
-    draft_ids: Tensor | None
-    """[vocabulary] int64, the target's id of each of its tokens; None: they are the target's first ones."""
-    is_chain: bool
-    """Whether later places of a chain depend on what the draft has made of the earlier ones."""
-
-    def unroll(self, token_ids: Tensor, states: TargetStates, steps: int) -> Iterator[Drafted]:
-        """Chains of `steps` drafts from every place of a text, place by place of the chain."""
-
-    def read_logits(self, rows: Tensor) -> Tensor:
-        """[..., vocabulary]."""
-
-    def save(self, folder: Path) -> None:
-        """As SGLang loads it."""
-
-
 class StandaloneStudent(nn.Module):
-    """A language model of its own, with the target's vocabulary."""
+    """A language model of its own, with the target's vocabulary.
 
-    draft_ids, is_chain = None, False
+    draft_ids: [vocabulary] int64, the target's id of each token; None: they are the target's first ones.
+    is_chain: whether later places of a chain depend on what the draft has made of the earlier ones.
+    """
+
+    draft_ids, is_chain, is_block = None, False, False
 
     def __init__(self, folder: Path | str, teacher: Teacher) -> None:
         super().__init__()
@@ -101,19 +86,22 @@ class StandaloneStudent(nn.Module):
             )
 
     def unroll(self, token_ids: Tensor, states: TargetStates, steps: int) -> Iterator[Drafted]:
+        """Chains of `steps` drafts from every place of a text, place by place of the chain."""
         yield Drafted(0, self.model(input_ids=token_ids, use_cache=False).logits)
 
     def read_logits(self, rows: Tensor) -> Tensor:
+        """[..., vocabulary]."""
         return rows
 
     def save(self, folder: Path) -> None:
+        """As SGLang loads it."""
         self.model.to(torch.bfloat16).save_pretrained(folder)
         self.model.float()
         self._tokenizer.save_pretrained(folder)
 
 
 class HeadStudent(nn.Module):
-    """A head that reads the target's states, or a DFlash draft."""
+    """A head that reads the target's states, or a DFlash draft; see `StandaloneStudent`."""
 
     is_chain = True
 
@@ -131,7 +119,7 @@ class HeadStudent(nn.Module):
 
     def unroll(self, token_ids: Tensor, states: TargetStates, steps: int) -> Iterator[Drafted]:
         features = self.head.features(states)[:, :-1].float()
-        for step, (rows, _) in enumerate(self.head.unroll(token_ids[:, :-1], features, steps)):
+        for step, rows in enumerate(self.head.unroll(token_ids[:, :-1], features, steps)):
             yield Drafted(1 + step, rows)
 
     def read_logits(self, rows: Tensor) -> Tensor:

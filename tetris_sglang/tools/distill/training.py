@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,6 @@ def train(
     uses_muon: bool,
     seed: int,
     stop_after: int | None = None,
-    tell: Callable[[str], None] = tqdm.write,
 ) -> None:
     """Train from where `course` stands to `num_steps`; saves on the way, and at the end.
 
@@ -136,7 +135,7 @@ def train(
             save(accelerator, course, checkpoint)
     bar.close()
     if course.step < num_steps and is_main:
-        tell(f"stopped after step {course.step} of {num_steps}: --resume goes on")
+        tqdm.write(f"stopped after step {course.step} of {num_steps}: --resume goes on")
 
 
 def save(accelerator: Accelerator, course: Course, checkpoint: Path) -> None:

@@ -4,7 +4,7 @@ A replica does one thing at a time, as SGLang's scheduler does. If requests wait
 first served, up to `chunk_tokens` tokens in a step of its own, while nobody decodes. Otherwise it decodes: all running requests
 draft to the plan's depth, the plan's capacity is shared out, and each request emits what is accepted and one token more.
 
-`simulate_fleet` reads everything random from its arguments, so that it and the plain `reference.py` agree to the last bit.
+`simulate_fleet` reads everything random from its arguments, so that it and `plain_engine.py` agree to the last bit.
 """
 
 from __future__ import annotations
