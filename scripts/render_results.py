@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tetris_sglang.tools.bench.arms import Arm
-from tetris_sglang.tools.bench.report import Cell, build_cells, judge, read_arm
+from tetris_sglang.tools.bench.report import Cell, build_cells, judge
 from tetris_sglang.tools.bench.workloads import Load
 from tetris_sglang.tools.replay import GOAL, RULES
 
@@ -82,7 +82,7 @@ def read_comparisons(folder: str) -> list[Comparison]:
     for path in sorted((RESULTS / folder).glob("*.json")):
         results = json.loads(path.read_text())
         if "samples" in results:
-            arms = {name: read_arm(described) for name, described in results["arms"].items()}
+            arms = {name: Arm(**described) for name, described in results["arms"].items()}
             found.append(Comparison(path, results, build_cells(results["samples"]), arms))
     return found
 

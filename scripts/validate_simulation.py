@@ -39,7 +39,6 @@ from scipy.optimize import least_squares
 from tetris_sglang.capacity import PassTimes
 from tetris_sglang.config import find_settings
 from tetris_sglang.tools.bench.arms import DRAFTS, REFERENCE, Arm
-from tetris_sglang.tools.bench.report import read_arm
 from tetris_sglang.tools.bench.results import Sample, collect_provenance, hash_output, round_key
 from tetris_sglang.tools.bench.settings import Settings
 from tetris_sglang.tools.bench.workloads import EQUAL, SHARED_PREFIX, UNLIKE, Chats, Load, find_workload
@@ -113,7 +112,7 @@ def main(
     prompts = sorted({prompt for order in orders.values() for prompt in order})
     texts = record_texts(prompts, workload, settings, traces)
     check_answers(samples, orders, texts)
-    arms = {name: read_arm(described) for name, described in comparison["arms"].items()}
+    arms = {name: Arm(**described) for name, described in comparison["arms"].items()}
     command = shlex.join(["python", "scripts/validate_simulation.py", *sys.argv[1:]])
     results = {
         "provenance": collect_provenance() | {"command": command, "measured": comparison["provenance"]},

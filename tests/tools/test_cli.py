@@ -48,12 +48,6 @@ def test_help_imports_neither_torch_nor_sglang(arguments):
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "sglang", "transformers")}
 
 
-def test_every_command_is_listed(run):
-    output = run("--help").output
-    for command in COMMANDS:
-        assert command in output
-
-
 def test_unknown_command(run):
     result = run("chekc")
     assert result.exit_code == 2 and "No such command 'chekc'" in result.output

@@ -17,4 +17,3 @@ def test_step_counts_since_an_earlier_reading_undo_the_running_means():
     after = parse_step_counts({"num_steps": 40, "verified_rows": 400, "draft_ms": 5.0, "verify_ms": 3.0})
     assert after.since(before) == StepCounts(30, 300, {"draft": (5.0 * 40 - 2.0 * 10) / 30, "verify": 4.0})
     assert after.since(after) == StepCounts()
-    assert after.since(before).rows_per_step == 10

@@ -115,11 +115,6 @@ class StepCounts:
     phase_ms: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds per step of each phase; empty without --speculative-tetris-phase-times."""
 
-    @property
-    def rows_per_step(self) -> float | None:
-        """Rows of an average target pass: the selected drafts and the roots of the whole batch."""
-        return self.verified_rows / self.num_steps if self.num_steps else None
-
     def since(self, before: StepCounts) -> StepCounts:
         """What happened between `before` and this reading."""
         num_steps = self.num_steps - before.num_steps

@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from tetris_sglang.tools.bench.arms import REFERENCE
+from tetris_sglang.tools.bench.arms import REFERENCE, Arm
 from tetris_sglang.tools.bench.report import (
     PHASES,
     Cell,
@@ -18,7 +18,6 @@ from tetris_sglang.tools.bench.report import (
     describe_machine,
     describe_target,
     describe_workload,
-    read_arm,
 )
 from tetris_sglang.tools.bench.results import Results
 
@@ -97,7 +96,7 @@ def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
     series: dict[tuple, list[tuple[float, float]]] = {}
     for cell in cells:
         if cell.load == load and cell.success_rate is not None:
-            arm = read_arm(arms[cell.arm])
+            arm = Arm(**arms[cell.arm])
             capacity = "C" if arm.capacity_tokens else ""
             key = arm.family, arm.extra, capacity, arm.draft, arm.topk
             series.setdefault(key, []).append((cell.verified_per_step - 1, cell.success_rate))

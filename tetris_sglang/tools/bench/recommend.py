@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tetris_sglang.tools.bench.arms import CONTROL, REFERENCE
-from tetris_sglang.tools.bench.report import Cell, build_cells, read_arm
+from tetris_sglang.tools.bench.arms import CONTROL, REFERENCE, Arm
+from tetris_sglang.tools.bench.report import Cell, build_cells
 from tetris_sglang.tools.bench.results import Results
 from tetris_sglang.tools.real_model import ensure_target
 
@@ -39,7 +39,7 @@ def list_candidates(results: Results, drafts: Mapping[str, str | None]) -> list[
     places = {(cell.temperature, cell.load) for cell in cells}
     found = []
     for name, described in results["arms"].items():
-        arm, own = read_arm(described), [cell for cell in cells if cell.arm == name]
+        arm, own = Arm(**described), [cell for cell in cells if cell.arm == name]
         if arm.family in (REFERENCE, CONTROL) or arm.draft == "useless" or len(own) < len(places):
             continue
         gain = geometric_mean(cell.throughput.median for cell in own)

@@ -209,7 +209,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
     Args:
         described: the JSON's arms, by name.
     """
-    arms = {name: read_arm(arm) for name, arm in described.items()}
+    arms = {name: Arm(**arm) for name, arm in described.items()}
 
     def of_family(family: str) -> list[Cell]:
         return [c for c in cells if arms[c.arm].family == family]
@@ -305,11 +305,6 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
     return [verdict for verdict in verdicts if verdict is not None]
 
 
-def read_arm(described: dict[str, Any]) -> Arm:
-    """As in the JSON."""
-    return Arm(**described)
-
-
 def _compare_throughput(pairs: Iterable[tuple[Cell, Cell]]) -> list[Check]:
     return [
         Check(
@@ -385,7 +380,7 @@ def add_best(cells: Sequence[Cell], arms: dict[str, dict]) -> list[Cell]:
     """The cells of one place, and of each speculation of SGLang's own the k with most throughput once more."""
     candidates: dict[str, list[Cell]] = {}
     for cell in cells:
-        arm = read_arm(arms[cell.arm])
+        arm = Arm(**arms[cell.arm])
         if arm.family == "sglang":
             candidates.setdefault(cell.arm.rpartition(" k=")[0], []).append(cell)
     best = [(title, max(rivals, key=lambda c: c.throughput.median)) for title, rivals in candidates.items() if len(rivals) > 1]
