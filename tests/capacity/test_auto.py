@@ -256,6 +256,20 @@ def test_load_up_and_down_without_flapping():
         assert speed > 0.98 * plain
 
 
+def test_a_plain_step_whose_graph_has_more_rows_costs_nothing():
+    """It would be charged as speculation, and the draft never looked at again."""
+    limits = dataclasses.replace(LIMITS, fit_rows=lambda _, rows: 16 * -(-rows // 16))
+    policy, shape = make_auto(), StepShape(9, 0, 16)
+    policy.choose(9, limits)
+    for _ in range(400):
+        policy.begin_step(shape)
+        policy.observe_time(shape, 0.03)
+    assert policy._allowance == pytest.approx(8, abs=0.1) and policy._lessons == 3
+    # A speculative one in the same graph costs its draft alone.
+    in_graph = policy._price(StepShape(9, 1, 16))
+    assert in_graph == pytest.approx(policy._price(StepShape(16, 1, 16)), rel=0.3) and 0 < in_graph < 0.2
+
+
 def test_graph_tiers_are_filled():
     tiers = (8, 16, 32, 64, 96, 128)
     limits = DraftLimits(

@@ -10,6 +10,7 @@ earlier steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,8 @@ class AutoCapacity:
     def __init__(self, step_times: StepTimeModel, curves: AcceptCurves) -> None:
         self.step_times, self.curves = step_times, curves
         self._candidates: dict[int, _Candidates] = {}
+        self._count_rows: Callable[[int, int], int] = int.__add__
+        """Of the server's `DraftLimits`."""
         self._speculates = True
         self._steps_in_mode = 0
         self._steps_since_look = 0
@@ -88,6 +91,7 @@ class AutoCapacity:
         """Of a plain step, and of that plan's."""
 
     def choose(self, batch_size: int, limits: DraftLimits, context_tokens: float = 0.0) -> StepPlan:
+        self._count_rows = limits.count_rows
         is_known = not self._speculates and batch_size == self._planned_size
         if not is_known or self._steps_in_mode % _PLAIN_STEPS_TOGETHER == 0:
             self._evaluate(batch_size, limits, context_tokens)
@@ -117,7 +121,7 @@ class AutoCapacity:
     def observe_time(self, shape: StepShape, seconds: float) -> float | None:
         """Learn from a step's time. Returns what was predicted for it; None: one of several plain steps that nothing is learnt
         from."""
-        is_plain = shape.rows == shape.batch_size
+        is_plain = shape.depth == 0
         self._plain_steps = self._plain_steps + 1 if is_plain else 0
         # The first one after others may be all that shows what a plain step takes.
         if is_plain and self._plain_steps % _PLAIN_STEPS_TOGETHER != 1:
@@ -125,7 +129,7 @@ class AutoCapacity:
         predicted = self.step_times.observe(shape, seconds)
         if not is_plain and not self.step_times.was_suspended:
             # After plain steps the draft first reads what they emitted: no shape says how much.
-            more = (seconds - predicted) / self.step_times.predict_step(_plain(shape))
+            more = (seconds - predicted) / self.step_times.predict_step(self._plain(shape))
             self._charge(min(max(more, -_MAX_CORRECTION), _MAX_CORRECTION), shape.batch_size)
         return predicted
 
@@ -149,10 +153,13 @@ class AutoCapacity:
 
     def _price(self, shape: StepShape) -> float:
         """Plain steps that such a step takes longer than a plain one."""
-        plain = _plain(shape)
-        if shape == plain:
+        if shape.depth == 0:
             return 0.0
-        return max(0.0, self.step_times.predict_step(shape) / self.step_times.predict_step(plain) - 1)
+        return max(0.0, self.step_times.predict_step(shape) / self.step_times.predict_step(self._plain(shape)) - 1)
+
+    def _plain(self, shape: StepShape) -> StepShape:
+        """A plain step of the same batch, which under CUDA graphs has more rows than requests, too."""
+        return shape._replace(depth=0, rows=self._count_rows(shape.batch_size, 0))
 
     def _keep_or_change(self, plan: StepPlan, batch_size: int, context_tokens: float, limits: DraftLimits) -> StepPlan:
         self._steps_in_mode += 1
@@ -198,8 +205,3 @@ class AutoCapacity:
         rows = np.array([limits.count_rows(batch_size, plan.capacity_tokens) for plan in plans])
         features = self.step_times.features(batch_size, depths, rows)
         return _Candidates(depths, capacity_tokens, features)
-
-
-def _plain(shape: StepShape) -> StepShape:
-    """A plain step of the same batch."""
-    return shape._replace(depth=0, rows=shape.batch_size)

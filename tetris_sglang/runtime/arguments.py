@@ -286,6 +286,10 @@ def _find_obstacle_to_runners_up(args, kind: str, device: str, config: TetrisCon
             return f"--{name.replace('_', '-')} {getattr(args, name)} has no mask for them (flashinfer does)"
     if device == "cuda" and args.kv_cache_dtype not in (None, "auto"):
         return f"--kv-cache-dtype {args.kv_cache_dtype} keeps keys and values that cannot be moved where they belong"
+    if args.enable_return_routed_experts:
+        return (
+            "--enable-return-routed-experts reports experts by the place where a draft was verified, and an accepted one moves"
+        )
     return None
 
 

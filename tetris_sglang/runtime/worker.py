@@ -31,7 +31,7 @@ from tetris_sglang.runtime.drafts.kv import ModelKV
 from tetris_sglang.runtime.drafts.model import ModelDraft
 from tetris_sglang.runtime.drafts.ngram import NgramDraft
 from tetris_sglang.runtime.drafts.passes import DraftPasses
-from tetris_sglang.runtime.drafts.replacement import why_unlike
+from tetris_sglang.runtime.drafts.replacement import DraftReplacer
 from tetris_sglang.runtime.drafts.spec import DraftSpec
 from tetris_sglang.runtime.drafts.tokenizers import find_vocabulary
 from tetris_sglang.runtime.drafts.workers import BlockWorker, HeadWorker, StandaloneModelWorker
@@ -76,10 +76,11 @@ class TetrisWorker(BaseSpecWorker):
         self._ranks.require_alike((alike, self._kind), "TETRIS's settings")
 
         self._target_worker = target_worker
-        self._draft_worker = None
+        self._draft_worker = self._replacer = None
         if self._kind != NGRAM:
             worker_class = {STANDALONE: StandaloneModelWorker, DFLASH: BlockWorker}.get(self._kind, HeadWorker)
             self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
+            self._replacer = DraftReplacer(self._draft_worker, target_worker.model_runner.model)
         self._vocabulary = self._find_vocabulary() if self._kind == STANDALONE else None
         logger.info("TETRIS: %s draft, %s", self._kind, self.config)
 
@@ -243,12 +244,12 @@ class TetrisWorker(BaseSpecWorker):
 
     def replace_draft(self, model_path: str, load_format: str) -> tuple[bool, str]:
         """See `drafts/replacement.py`; whether it was done, and what to tell."""
-        if self._draft_worker is None:
-            return False, "this server drafts from texts: there is no draft to replace"
-        runner = self._draft_worker.draft_runner
-        if reason := why_unlike(model_path, runner.model_config):
-            return False, reason
-        success, message = runner.weight_updater.update_weights_from_disk(model_path, load_format)
+        if self._replacer is None:
+            return (
+                False,
+                f"model_path {model_path}: this server drafts from texts: there is no draft to replace. Start one with it",
+            )
+        success, message = self._replacer.replace(model_path, load_format)
         if success:
             self._planner.forget()
             if self._estimator is not None:

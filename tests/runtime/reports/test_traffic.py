@@ -92,7 +92,18 @@ def test_requests_whose_end_nobody_told_are_forgotten(tmp_path, monkeypatch):
     running = make_request("running", [1])
     running.finished = lambda: False
     recorder.begin(SimpleNamespace(reqs=[running, *(make_request(str(i), [i]) for i in range(3))]), None)
+    assert len(recorder._running) == 3
+    recorder.begin(SimpleNamespace(reqs=[running]), None)
     assert list(recorder._running) == ["running"]
+
+
+def test_a_file_that_is_taken_away_is_begun_anew(tmp_path):
+    path = tmp_path / "traffic.jsonl"
+    recorder = TextRecorder(path)
+    serve(recorder, make_request("a", [4]))
+    path.rename(tmp_path / "taken.jsonl")
+    serve(recorder, make_request("b", [5]))
+    assert [json.loads(line)["output"] for line in path.open()] == [[5]]
 
 
 def test_a_path_that_cannot_be_written_stops_the_start(tmp_path):

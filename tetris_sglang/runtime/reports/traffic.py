@@ -42,9 +42,11 @@ class TextRecorder:
 
     def begin(self, batch, next_token_ids: Tensor) -> None:
         if self._is_open:
+            # SGLang tells the end of a request that decodes; one that ends in its prefill has no more than a token.
+            self._running = {rid: req for rid, req in self._running.items() if not req.finished()}
             self._running |= {req.rid: req for req in batch.reqs}
-            if len(self._running) > _MAX_REMEMBERED:  # those whose end nobody told
-                self._running = {rid: req for rid, req in self._running.items() if not req.finished()}
+            while len(self._running) > _MAX_REMEMBERED:  # aborted in the queue, after a retraction
+                del self._running[next(iter(self._running))]
 
     def observe(self, record: StepRecord) -> None:
         """A step says nothing before its request has ended."""
@@ -61,7 +63,7 @@ class TextRecorder:
             "temperature": 0.0 if req.sampling_params.top_k == 1 else req.sampling_params.temperature,
         }
         try:
-            if self._path.stat().st_size >= self._max_file_bytes:
+            if self._path.exists() and self._path.stat().st_size >= self._max_file_bytes:
                 os.replace(self._path, self._path.with_name(self._path.name + ".1"))
             with self._open() as file:
                 file.write(json.dumps(entry, separators=(",", ":")) + "\n")

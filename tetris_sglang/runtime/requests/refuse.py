@@ -54,12 +54,15 @@ def validate_request(
                 f"speculative. Leave it out, or send the request to a server without speculation."
             )
         # As SGLang reads them later. Also without min_new_tokens: beside a request that has it, SGLang looks at everybody's.
-        stop_token_ids = [int(token_id) for token_id in params.get("stop_token_ids") or ()]
+        stop_token_ids = [int(token_id) for token_id in params.get("stop_token_ids") or () if token_id is not None]
         _require_known(stop_token_ids, "stop_token_ids", vocab_size)
         parse(params.get("custom_params"))
     for name, reason in _UNSUPPORTED_FIELDS.items():
         if getattr(obj, name, None):
-            raise ValueError(f"{name} is not supported with --speculative-algorithm TETRIS: {reason}.")
+            raise ValueError(
+                f"{name} is not supported with --speculative-algorithm TETRIS: {reason}. Leave it out, or send the request to "
+                f"a server without speculation."
+            )
 
 
 def _require_known(token_ids: Sequence[int], name: str, vocab_size: int) -> None:
