@@ -43,7 +43,10 @@ def grow(seed: int, batch: int, num_children: int, depth: int, max_nodes: int, t
     """A proposal, and what it was grown from: level by level the children's tokens and probabilities, and what was expanded."""
     generator = torch.Generator().manual_seed(seed)
     levels = [
-        (random_tokens(generator, batch, num_children), random_probs(generator, batch, num_children, tied=tied))
+        (
+            random_tokens(generator, batch, num_children),
+            random_probs(generator, batch, num_children, tied=tied).sort(dim=1, descending=True).values,
+        )
         for _ in range(depth)
     ]
     grower, expanded = make_grower(*levels[0]), []
@@ -242,3 +245,16 @@ def test_a_draft_that_knows_nothing_is_ordered_all_the_same():
     assert proposal.tokens[0, :2].tolist() == [2, 3]
     assert proposal.survival.tolist() == [[0.5, 0.5, 0.0, 0.0]]
     assert proposal.shape.parents.tolist() == [[0, 0, 1, 0, 1]]
+
+
+def test_rounding_does_not_turn_around_what_was_drawn():
+    """Two choices that are as likely: a calibration that lifts the second by its last bit would have it expanded."""
+
+    def lift(probs, depths, evidence):
+        return probs * torch.tensor([1.0, 1 + 2**-22])
+
+    grower = CombGrower(torch.tensor([[3, 4]]), torch.full((1, 2), 0.4), lift)
+    assert grower.frontier_tokens.tolist() == [[3]]
+    grower.grow(torch.tensor([[5, 6]]), torch.tensor([[0.5, 0.2]]))
+    proposal = grower.finish(4)
+    assert proposal.tokens[0, :2].tolist() == [3, 4] and proposal.survival[0, 0] == proposal.survival[0, 1]
