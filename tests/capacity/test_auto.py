@@ -264,10 +264,37 @@ def test_a_plain_step_whose_graph_has_more_rows_costs_nothing():
     for _ in range(400):
         policy.begin_step(shape)
         policy.observe_time(shape, 0.03)
-    assert policy._allowance == pytest.approx(8, abs=0.1) and policy._lessons == 3
+    assert policy._allowance == pytest.approx(0.5 + 400 * (0.0025 + 0.004 / 9)) and policy._lessons == 3
     # A speculative one in the same graph costs its draft alone.
     in_graph = policy._price(StepShape(9, 1, 16))
     assert in_graph == pytest.approx(policy._price(StepShape(16, 1, 16)), rel=0.3) and 0 < in_graph < 0.2
+
+
+def test_what_the_draft_must_read_first_is_not_taken_for_its_passes():
+    policy, plain, drafted = make_auto(), StepShape(16, 0, 16), StepShape(16, 1, 32)
+    policy.choose(16, LIMITS)
+    before = policy.step_times.predict_step(drafted)
+    for _ in range(20):
+        policy.observe_time(plain, policy.step_times.predict_step(plain))
+        policy.observe_time(drafted, 1.5 * before)
+    assert policy.step_times.predict_step(drafted) == pytest.approx(before, rel=0.02)
+    for _ in range(20):
+        policy.observe_time(drafted, 1.5 * before)
+    assert policy.step_times.predict_step(drafted) > 1.3 * before
+
+
+def test_a_debt_does_not_outlast_the_load_it_was_made_under():
+    policy = make_auto()
+    policy.choose(64, LIMITS)
+    policy._charge(20.0, 64)
+    policy.begin_step(StepShape(64, 0, 64))
+    assert policy._allowance < -1.9
+    policy.begin_step(StepShape(16, 0, 16))
+    assert 0 < policy._allowance < 0.1
+    # Not with every change.
+    policy._charge(20.0, 16)
+    policy.begin_step(StepShape(64, 0, 64))
+    assert policy._allowance < -1.9
 
 
 def test_graph_tiers_are_filled():

@@ -43,10 +43,7 @@ def grow(seed: int, batch: int, num_children: int, depth: int, max_nodes: int, t
     """A proposal, and what it was grown from: level by level the children's tokens and probabilities, and what was expanded."""
     generator = torch.Generator().manual_seed(seed)
     levels = [
-        (
-            random_tokens(generator, batch, num_children),
-            random_probs(generator, batch, num_children, tied=tied).sort(dim=1, descending=True).values,
-        )
+        (random_tokens(generator, batch, num_children), random_probs(generator, batch, num_children, tied=tied))
         for _ in range(depth)
     ]
     grower, expanded = make_grower(*levels[0]), []

@@ -17,7 +17,7 @@ import numpy as np
 
 from tetris_sglang.capacity.accept_curves import AcceptCurves
 from tetris_sglang.capacity.policy import DraftLimits, StepPlan
-from tetris_sglang.capacity.step_time import StepShape, StepTimeModel
+from tetris_sglang.capacity.step_time import PATIENCE, StepShape, StepTimeModel, is_suspension
 
 _GAIN_TO_ENTER = 1.06
 _GAIN_TO_LEAVE = 1.02
@@ -42,6 +42,8 @@ a step shows less, so it may cost more: the second is divided by their number.""
 _FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE, _MIN_ALLOWANCE = 0.5, 8.0, 1.0, -2.0
 """In plain steps: what a new server may lose beside that, what speculation can save up, what it leaves to plain decoding, and
 how far a slow step can take it."""
+_FORGIVEN_EVERY = 256
+"""Steps after which a debt may be forgiven once more, where a batch of about another size begins: it says little of that."""
 _FIRST_LESSONS = 3.0
 """Plain steps, times their requests, that a new server may lose besides: so much has to be seen of a draft to judge it."""
 
@@ -83,6 +85,9 @@ class AutoCapacity:
         """The best speculative plan at the last evaluation, which was for that batch size; 0: more is known by now."""
         self._plain_steps = 0
         """One after the other, as far as their times have come in."""
+        self._num_late = 0
+        """Of steps that followed plain ones, those in a row that were suspended."""
+        self._size_class, self._steps_since_forgiven = 0, _FORGIVEN_EVERY
         self.expected_gain = 1.0
         """Of the best speculative plan against plain decoding, at the last choice."""
         self.expected_accepted = 0.0
@@ -121,20 +126,34 @@ class AutoCapacity:
     def observe_time(self, shape: StepShape, seconds: float) -> float | None:
         """Learn from a step's time. Returns what was predicted for it; None: one of several plain steps that nothing is learnt
         from."""
-        is_plain = shape.depth == 0
+        is_plain, follows_plain = shape.depth == 0, self._plain_steps > 0
         self._plain_steps = self._plain_steps + 1 if is_plain else 0
         # The first one after others may be all that shows what a plain step takes.
         if is_plain and self._plain_steps % _PLAIN_STEPS_TOGETHER != 1:
             return None
-        predicted = self.step_times.observe(shape, seconds)
-        if not is_plain and not self.step_times.was_suspended:
-            # After plain steps the draft first reads what they emitted: no shape says how much.
+        if is_plain or not follows_plain:
+            predicted = self.step_times.observe(shape, seconds)
+            is_charged = not is_plain and not self.step_times.was_ignored
+        else:
+            # After plain steps the draft first reads what they emitted: no shape says how much. It is paid, and teaches nothing
+            # but that such a step takes no longer.
+            predicted = self.step_times.predict_step(shape)
+            if seconds < predicted:
+                self.step_times.observe(shape, seconds)
+            self._num_late = self._num_late + 1 if is_suspension(predicted, seconds) else 0
+            is_charged = not 0 < self._num_late <= PATIENCE
+        if is_charged:
             more = (seconds - predicted) / self.step_times.predict_step(self._plain(shape))
             self._charge(min(max(more, -_MAX_CORRECTION), _MAX_CORRECTION), shape.batch_size)
         return predicted
 
     def begin_step(self, shape: StepShape) -> None:
         """A step of this shape begins: what it should take longer than a plain one is charged; `observe_time` corrects it."""
+        self._steps_since_forgiven += 1
+        if shape.batch_size.bit_length() != self._size_class:
+            self._size_class = shape.batch_size.bit_length()
+            if self._allowance < 0 and self._steps_since_forgiven >= _FORGIVEN_EVERY:
+                self._allowance, self._steps_since_forgiven = 0.0, 0
         share = _ALLOWED_SHARE + _ALLOWED_PER_REQUEST / shape.batch_size
         self._allowance = min(self._allowance, _MAX_ALLOWANCE) + share
         self._charge(self._price(shape), shape.batch_size)

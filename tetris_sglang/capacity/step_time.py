@@ -76,8 +76,14 @@ _DRAW_SHARE = 0.4
 _OUTLIER_DEVIATIONS = 2.5
 """A step further off than that counts as that far; one that took so much longer and stands alone (first-use compilation,
 another process's burst) does not count at all."""
-_SUSPENDED, _PATIENCE = 10.0, 3
-"""A step that takes so many times as long was suspended, unless so many before it were, too: it does not count."""
+_SUSPENDED, _LONG_SUSPENDED, _LONG_S, PATIENCE = 10.0, 3.0, 1.0, 3
+"""A step that takes `_SUSPENDED` times as long, or `_LONG_SUSPENDED` times and `_LONG_S` seconds longer, was suspended, unless
+`PATIENCE` before it were, too: it does not count."""
+
+
+def is_suspension(predicted: float, seconds: float) -> bool:
+    """Whether no step takes so much longer than predicted, unless the process is stopped in it."""
+    return seconds > _SUSPENDED * predicted or seconds > max(_LONG_SUSPENDED * predicted, predicted + _LONG_S)
 
 
 class StepTimeModel:
@@ -125,8 +131,8 @@ class StepTimeModel:
         self._covariance = self._prior.copy()
         self._num_late = 0
         """Steps in a row that were."""
-        self.was_suspended = False
-        """Whether the process must have been stopped in the last step observed."""
+        self.was_ignored = False
+        """Whether nothing was learnt from the last step observed: it was suspended, or stood alone."""
         # Steps of a shape follow each other, and describing one costs more than learning from it.
         self._features_of = functools.lru_cache(maxsize=4096)(self._describe)
         self.relative_error = 0.0
@@ -191,8 +197,9 @@ class StepTimeModel:
         variance = float(features @ spread) + (_NOISE * max(predicted, 1e-9)) ** 2
         limit = _OUTLIER_DEVIATIONS * math.sqrt(variance)
         self._num_late = self._num_late + 1 if seconds - predicted > limit else 0
-        self.was_suspended = 0 < self._num_late <= _PATIENCE and seconds > _SUSPENDED * predicted
-        if self.was_suspended or self._num_late == 1:
+        was_suspended = 0 < self._num_late <= PATIENCE and is_suspension(predicted, seconds)
+        self.was_ignored = was_suspended or self._num_late == 1
+        if self.was_ignored:
             return predicted
         gain = spread / variance
         self._values = self._values + gain * min(max(seconds - predicted, -limit), limit)

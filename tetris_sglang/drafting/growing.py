@@ -110,8 +110,10 @@ class CombGrower:
         level, num_children = len(self._levels), tokens.shape[1]
         evidence: list[Tensor] = []
         if self._matcher is None:
+            accept_probs = self._calibrate(probs, level + 1, None)
             # Rounding must not turn around what was drawn in this order (acceptance/recursive.py).
-            accept_probs = self._calibrate(probs, level + 1, None).cummin(dim=1).values
+            is_ordered = (probs[:, 1:] <= probs[:, :-1]).all(dim=1, keepdim=True)
+            accept_probs = torch.where(is_ordered, accept_probs.cummin(dim=1).values, accept_probs)
         else:
             choice = self._matcher.choose(level, tokens, probs, self._is_followed)
             tokens, self._is_followed = choice.tokens, choice.is_followed

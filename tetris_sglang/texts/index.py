@@ -178,6 +178,8 @@ class RecentTexts:
         """
         places = self._table[self._entries[slots]] & (1 << self._time_shift) - 1
         same = self._tokens[places[:, :, None] + self._tail] == self._tails[slots][:, None]
+        # An entry that nobody has written anew may lead to whoever has the place by now.
+        same[:, : len(ORDERS)] &= (places[:, : len(ORDERS)] // self.width == self._rows[slots][:, None])[:, :, None]
         match_lens = same.flip(2).cumprod(dim=2, dtype=torch.int32).sum(dim=2)
         scopes = -1, self._num_scopes, len(ORDERS)
         match_lens, best = match_lens.view(scopes).max(dim=2, keepdim=True)

@@ -39,6 +39,9 @@ _HEAD_START_CYCLES = 20_000_000
 _ROWS_TO_CHECK = 16
 _FASTER = 0.85
 """Cached times are taken anew where a pass of so many rows takes less than this share of them."""
+_EMITTED = 3
+"""Tokens per request that the timed windows hold, where a window has room: what the request of a batch that had most accepted
+emits. On a CPU windows are no wider (`narrow_window`)."""
 _DRAFT_DEPTH = 3
 """Passes timed together, or a few more, to tell the first from the others."""
 
@@ -216,7 +219,8 @@ def _drafting(draft, batch_size: int, depth: int, context_tokens: int) -> Callab
     batch = _made_up_batch(draft.runner, batch_size, context_tokens)
     device = batch.seq_lens.device
     tokens = torch.zeros((batch_size, draft.spec.window_width), dtype=torch.int64, device=device)
-    draft_input = make_draft_input(Window(tokens), tokens[:, -1])
+    counts = torch.full((batch_size,), min(_EMITTED, draft.spec.window_width), dtype=torch.int64, device=device)
+    draft_input = make_draft_input(Window(tokens, counts), tokens[:, -1])
 
     def run() -> None:
         batch.spec_info = draft_input
@@ -267,7 +271,7 @@ def _cache_path(target_worker, draft, num_draft_tokens: int, ranks: Ranks) -> Pa
         torch.__version__,
         [(r.model_config.model_path, str(r.dtype), r.model_config.hf_config.to_json_string()) for r in runners],
         (runners[0].server_args.attention_backend, num_draft_tokens, runners[0].req_to_token_pool.size),
-        (0, 0) if draft is None else (draft.spec.num_children, draft.spec.window_width),
+        (0, 0) if draft is None else (draft.spec.num_children, draft.spec.window_width, _EMITTED),
         torch.cuda.get_device_name() if runners[0].device == "cuda" else (platform.processor(), torch.get_num_threads()),
         (os.cpu_count(), ranks.count),
     ]
