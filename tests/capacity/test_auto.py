@@ -286,6 +286,7 @@ def test_what_the_draft_must_read_first_is_not_taken_for_its_passes():
 def test_a_debt_does_not_outlast_the_load_it_was_made_under():
     policy = make_auto()
     policy.choose(64, LIMITS)
+    policy.begin_step(StepShape(64, 0, 64))
     policy._charge(20.0, 64)
     policy.begin_step(StepShape(64, 0, 64))
     assert policy._allowance < -1.9
