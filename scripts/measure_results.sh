@@ -20,15 +20,18 @@ measure() { # NAME, then options of `tetris-sglang bench`
         --server-flags="--max-total-tokens 16384" "${resume[@]}" "$@"
 }
 
-# The others compare with k = 1 of SGLang's own. One file has all temperatures: servers take longer to start than to be measured.
-measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4 --concurrency 4
+# The others compare with k = 1 of SGLang's own. Servers take as long to start as to be measured, so a file has what it can.
+# Trees of 8 nodes, 5 deep, of 4 branches are what SGLang chooses where nothing is given.
+measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4,8 --topk 1,4 --num-steps 5 --concurrency 4
 
 compare() { # NAME, draft, loads, prompts, temperatures
     measure "real-text/$1" --arms none,auto,sglang --k 1 --drafts "$2" --concurrency "$3" --workload "$4" --temperature "$5"
 }
 
-compare sharegpt-head eagle3 1,4,8,16,32 sharegpt 0,0.7,1
-compare humaneval-head eagle3 1,4,16 humaneval 0,0.7,1
+compare sharegpt-head eagle3 1,4,8,16,32 sharegpt 0
+compare sharegpt-head-sampled eagle3 1,4,16 sharegpt 0.7,1
+compare humaneval-head eagle3 1,4,16 humaneval 0
+compare humaneval-head-sampled eagle3 1,4,16 humaneval 0.7,1
 compare sharegpt-ngram ngram 1,4,16 sharegpt 0,0.7
 compare humaneval-ngram ngram 1,4,16 humaneval 0,0.7
 # What two servers that are alike differ by shows here: a second one without speculation.

@@ -8,9 +8,8 @@
 | `--max-running-requests` | 64 | the request table holds a full context for each |
 | `--mem-fraction-static` | 0.85 | of the memory that is free at start-up |
 | `--max-total-tokens` | 32768, less if they would take more than 2 GiB | two servers fit on a laptop |
-| `--disable-cuda-graph` | given, unless `--enable-torch-compile` is | SGLang's `--speculative-adaptive` tries to capture
-graphs otherwise | | `--disable-overlap-schedule` | given | the scheduler's own thread runs the models: what overlaps is a
-result's delay, and ended requests ride along |
+| `--disable-cuda-graph` | given, unless `--enable-torch-compile` is | `--speculative-adaptive` would try to capture graphs |
+| `--disable-overlap-schedule` | given | one thread runs everything: overlap delays results, and ended requests ride along |
 
 A user who gives `--mem-fraction-static` gets that share for the cache, without the last bound. SGLang has no flag that asks for
 overlap scheduling; SGLANG_TETRIS_CPU_OVERLAP=1 does, for those who test it.

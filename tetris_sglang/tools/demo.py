@@ -270,8 +270,8 @@ def _report(runs: dict[tuple[str, int], list[Run]], console: Console) -> tuple[i
                 f"{median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})" + (" loses" if loses else ""),
                 style="red" if loses else "green",
             ),
-            f"{counts.accept_length:.2f}",
-            f"{counts.success_rate:.0%}",
+            "" if counts.accept_length is None else f"{counts.accept_length:.2f}",
+            "" if counts.success_rate is None else f"{counts.success_rate:.0%}",
             f"{sum(same)} of {len(same)}",
         )
         if name == TETRIS:

@@ -329,8 +329,18 @@ def test_a_dataset_is_passed_on_as_it_is(tmp_path):
     assert given["--sharegpt-context-len"] == "99" and "--request-rate" not in arguments
     assert given["--sharegpt-output-len"] == "96" and given["--temperature"] == "0.5"
     assert given["--backend"] == "sglang"
-    chats = Dataset("openai", "chats.jsonl", 96).arguments(8, 1, 0.5, tmp_path)
-    assert chats[-4:-1] == ["--backend", "sglang-oai-chat", "--extra-request-body"]
+
+
+def test_chats_of_a_users_own_come_in_another_order_each_time_at_the_runs_temperature(tmp_path):
+    own = tmp_path / "chats.jsonl"
+    own.write_text("".join(json.dumps({"messages": [str(i)], "temperature": 0.3}) + "\n" for i in range(30)))
+    asked = []
+    for repeat in (0, 0, 1):
+        arguments = Dataset("openai", str(own), 96).arguments(8, repeat, 0.5, tmp_path)
+        assert arguments[-4:-1] == ["--backend", "sglang-oai-chat", "--extra-request-body"]
+        asked.append(Path(arguments[3]).read_text())
+    assert asked[0] == asked[1] != asked[2] and sorted(asked[0]) == sorted(asked[2])
+    assert "temperature" not in asked[0] and json.loads(arguments[-1])["temperature"] == 0.5
 
 
 def test_poisson_arrivals_are_bench_servings_own(tmp_path):

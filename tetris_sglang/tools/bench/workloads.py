@@ -92,7 +92,8 @@ class Workload(Protocol):
 
 
 class Dataset(NamedTuple):
-    """A user's own, in any of bench_serving's formats. Its seed, another one in each repeat, chooses the prompts.
+    """A user's own, in any of bench_serving's formats. Its seed, another one in each repeat, chooses the prompts; of the format
+    `openai` it takes the first ones, so they are given to it in another order each time, and without what the run decides.
 
     Answers are of `output_len` tokens; where the model ends them (--lengths drawn), of so many at most.
     """
@@ -102,11 +103,19 @@ class Dataset(NamedTuple):
     output_len: int
 
     def arguments(self, count: int, repeat: int, temperature: float, folder: Path) -> list[str]:
+        path = str(self._shuffle(repeat, folder / "prompts.jsonl")) if self.name == "openai" else self.path
         return [
-            *("--dataset-name", self.name, *(("--dataset-path", self.path) if self.path else ())),
+            *("--dataset-name", self.name, *(("--dataset-path", path) if path else ())),
             *("--sharegpt-output-len", str(self.output_len), "--random-output-len", str(self.output_len)),
             *(chat_arguments(temperature) if self.name == "openai" else ()),
         ]
+
+    def _shuffle(self, repeat: int, path: Path) -> Path:
+        rows = [json.loads(line) for line in Path(self.path).read_text().splitlines() if line.strip()]
+        random.Random(repeat).shuffle(rows)
+        kept = ({name: value for name, value in row.items() if name not in ("temperature", "stream")} for row in rows)
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        return path
 
     def temperatures(self, count: int) -> list[float | None]:
         return [None] * count
