@@ -26,8 +26,8 @@ def take(clock: StepClock, now: list[float], shape: StepShape, seconds: float) -
 def test_the_first_steps_of_a_kind_are_not_timed(now):
     clock, plain, deep, larger = StepClock(False, 2), StepShape(2, 0, 2), StepShape(3, 2, 9), StepShape(4, 0, 4)
     timed = [step for shape in [plain] * 5 + [deep] * 4 + [larger] * 3 for step in take(clock, now, shape, 1.0)]
-    # Of the first kind one more: nothing came before it.
-    assert [step.shape for step in timed] == [plain] * 2 + [deep] * 2
+    # Of the plain ones the first, as nothing came before it.
+    assert [step.shape for step in timed] == [plain] * 4 + [deep] * 2 + [larger] * 2
 
 
 def test_only_steps_between_steps_are_timed(now):

@@ -177,6 +177,8 @@ class BlockPasses(DraftPasses):
 class BlockKV(DraftKV):
     """Projections of the target's states, of whichever tokens."""
 
+    _has_attention = False
+
     def prefill(self, batch, forward_batch) -> None:
         """See `DraftKV.prefill`."""
         self._passes.write(forward_batch.spec_info.hidden_states, forward_batch.positions, forward_batch.out_cache_loc)

@@ -31,6 +31,11 @@ class DraftKV(ABC):
         self._table = runner.req_to_token_pool.req_to_token
         self.missed = MissedTokens(len(self._table), (self.state_size or 0) * runner.model_config.dtype.itemsize)
 
+    @property
+    @abstractmethod
+    def _has_attention(self) -> bool:
+        """Whether catching up attends, and so wants a plan, for which a host may have to wait."""
+
     def catch_up(self, batch, window: Window) -> Window:
         """The window of the texts' last tokens; writes the draft's KV of those before it.
 
@@ -39,7 +44,8 @@ class DraftKV(ABC):
         """
         if not self.missed.num_tokens(batch):
             return window
-        self._passes.know_lengths(batch)
+        if self._has_attention:
+            self._passes.know_lengths(batch)
         left, window = slide_window(window, self.missed.take(batch))
         states = left.hidden_states
         states = None if states is None else align_right(states, left.counts)
@@ -68,6 +74,10 @@ class ModelKV(DraftKV):
     def __init__(self, passes: DraftPasses) -> None:
         super().__init__(passes)
         self._kv_only = KVOnlyPasses(passes.runner)
+
+    @property
+    def _has_attention(self) -> bool:
+        return self._kv_only.has_attention
 
     def prefill(self, batch, forward_batch) -> None:
         self._redraft_prefixes(batch)
@@ -127,6 +137,7 @@ class ModelKV(DraftKV):
                 slots,
                 starts + last,
                 None if starts_cpu is None else starts_cpu + last,
+                self._has_attention,
             )
             forward_batch.input_ids = part.tokens.reshape(-1)
             forward_batch.positions = positions.reshape(-1)

@@ -60,13 +60,13 @@ class KVOnlyPasses:
         if not self._can_end_early:
             self._runner.forward(forward_batch)
             return
-        if len(self._layers) == 1:  # no attention, no plan
+        if not self.has_attention:  # no plan
             forward_batch.mark_forward_metadata_ready()
         with contextlib.suppress(_Written), forward_context(ForwardContext(attn_backend=self._make_backend())):
             self._runner.forward(forward_batch)
 
     def write(self, forward_batch, forward: Callable) -> None:
-        """Run a planned pass.
+        """Run a pass, which is planned where it `has_attention`.
 
         Args:
             forward: as `DraftPasses.forward`.
@@ -76,6 +76,11 @@ class KVOnlyPasses:
             return
         with contextlib.suppress(_Written):
             forward(forward_batch, self._make_backend())
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether `write` computes any: not of one layer, whose keys and values are the last."""
+        return not self._is_plain or len(self._layers) > 1
 
     @property
     def _can_end_early(self) -> bool:

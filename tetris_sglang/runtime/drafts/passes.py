@@ -216,11 +216,13 @@ class DraftPasses:
         slots: Tensor,
         ends: Tensor,
         ends_cpu: Tensor | None,
+        has_attention: bool = True,
     ) -> ForwardBatch:
         """Plan a pass over `window` at `positions` [batch, width], which writes to `slots` [batch, width].
 
         Args:
             ends: [batch], the draft's KV lengths after the pass, and the same on the host if it knows them.
+            has_attention: what has to be planned.
         """
         batch_size, width = window.tokens.shape
         batch.input_ids = window.tokens.reshape(-1)
@@ -244,7 +246,8 @@ class DraftPasses:
         if ends_cpu is not None:
             # Below zero where a request is shorter than its window: the first rows are not real and see nothing.
             forward_batch.extend_prefix_lens_cpu = (forward_batch.seq_lens_cpu - width).tolist()
-        self.runner.attn_backend.init_forward_metadata(forward_batch)
+        if has_attention:
+            self.runner.attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
         return forward_batch
 

@@ -17,7 +17,8 @@ class TimedStep(NamedTuple):
 
 
 STEPS_THAT_COMPILE = 2
-"""The first steps of a kind that are not timed on CUDA: kernels are compiled in them, which takes hundreds of plain steps."""
+"""The first drafting steps of a kind that are not timed on CUDA: kernels are compiled in them, which takes hundreds of plain
+steps."""
 
 
 class StepClock:
@@ -28,7 +29,7 @@ class StepClock:
 
     Args:
         on_cuda: whether a step runs on a CUDA stream.
-        num_untimed: the first steps of each depth and of batches about as large that do not count.
+        num_untimed: of the steps that draft, the first ones of each depth and of batches about as large, which do not count.
     """
 
     def __init__(self, on_cuda: bool, num_untimed: int = 0) -> None:
@@ -59,6 +60,8 @@ class StepClock:
         self._last = (shape, self._began_at)
 
     def _counts(self, shape: StepShape) -> bool:
+        if shape.depth == 0:
+            return True
         kind = shape.depth, shape.batch_size.bit_length()
         self._num_seen[kind] += 1
         return self._num_seen[kind] > self._num_untimed

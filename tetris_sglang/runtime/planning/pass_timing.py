@@ -271,6 +271,7 @@ def _cache_path(target_worker, draft, num_draft_tokens: int, ranks: Ranks) -> Pa
         torch.__version__,
         [(r.model_config.model_path, str(r.dtype), r.model_config.hf_config.to_json_string()) for r in runners],
         (runners[0].server_args.attention_backend, num_draft_tokens, runners[0].req_to_token_pool.size),
+        [getattr(runners[0].server_args, name) for name in ("quantization", "kv_cache_dtype", "disable_cuda_graph")],
         (0, 0) if draft is None else (draft.spec.num_children, draft.spec.window_width, _EMITTED),
         torch.cuda.get_device_name() if runners[0].device == "cuda" else (platform.processor(), torch.get_num_threads()),
         (os.cpu_count(), ranks.count),
