@@ -88,6 +88,7 @@ def test_the_pool_is_as_after_a_whole_pass(num_layers, is_planned, monkeypatch):
     whole, early = make_runner(num_layers), make_runner(num_layers)
     whole.forward(make_batch())
     passes, batch = KVOnlyPasses(early), make_batch()
+    assert passes.has_attention == (num_layers > 1)
     if is_planned:
 
         def forward(batch, backend) -> None:
@@ -107,11 +108,12 @@ def test_the_pool_is_as_after_a_whole_pass(num_layers, is_planned, monkeypatch):
 @pytest.mark.parametrize("reason", ["a graph", "another pool"])
 def test_otherwise_the_pass_is_whole(reason, monkeypatch):
     monkeypatch.setattr("sglang.srt.layers.radix_attention.padded_extend_real_tokens", lambda *_: None)
-    runner = make_runner(2)
+    runner = make_runner(1)
     if reason == "a graph":
         runner.prefill_cuda_graph_runner = object()
     else:
         runner.dtype = torch.bfloat16  # keys and values are kept in another precision
     passes = KVOnlyPasses(runner)
     passes.prefill(make_batch())
-    assert runner.model.num_finished == 1 and runner.attn_backend.computed == [0, 1]
+    assert passes.has_attention == (reason == "another pool")
+    assert runner.model.num_finished == 1 and runner.attn_backend.computed == [0]
