@@ -132,17 +132,18 @@ class AutoCapacity:
         if is_plain and self._plain_steps % _PLAIN_STEPS_TOGETHER != 1:
             return None
         if is_plain or not follows_plain:
+            # A device that is slower than was timed is slower for plain steps, too: what counts is what is believed now.
+            price = self._price(shape)
             predicted = self.step_times.observe(shape, seconds)
-            is_charged = not is_plain and not self.step_times.was_ignored
-        else:
-            # After plain steps the draft first reads what they emitted: no shape says how much. It is paid, and teaches nothing
-            # but that such a step takes no longer.
-            predicted = self.step_times.predict_step(shape)
-            if seconds < predicted:
-                self.step_times.observe(shape, seconds)
-            self._num_late = self._num_late + 1 if is_suspension(predicted, seconds) else 0
-            is_charged = not 0 < self._num_late <= PATIENCE
-        if is_charged:
+            self._charge(self._price(shape) - price, shape.batch_size)
+            return predicted
+        # After plain steps the draft first reads what they emitted: no shape says how much. It is paid, and teaches nothing but
+        # that such a step takes no longer.
+        predicted = self.step_times.predict_step(shape)
+        if seconds < predicted:
+            self.step_times.observe(shape, seconds)
+        self._num_late = self._num_late + 1 if is_suspension(predicted, seconds) else 0
+        if not 0 < self._num_late <= PATIENCE:
             more = (seconds - predicted) / self.step_times.predict_step(self._plain(shape))
             self._charge(min(max(more, -_MAX_CORRECTION), _MAX_CORRECTION), shape.batch_size)
         return predicted

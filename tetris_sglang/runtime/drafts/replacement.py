@@ -74,10 +74,8 @@ class DraftReplacer:
         told = f"model_path {model_path}: {failure}"
         if (again := self._load(self._folder, "auto")) is None:
             return False, f"{told}. The draft of {self._folder} serves on"
-        return (
-            False,
-            f"{told}. Nor could {self._folder} be loaded again ({again}): texts stay right; restart the server to draft",
-        )
+        told += f". Nor could {self._folder} be loaded again ({again}): texts stay right, but the draft may be incomplete"
+        return False, f"{told}; restart the server"
 
     def _find_obstacle(self, model_path: str) -> str | None:
         if self._worker.draft_runner.model_config.quantization is not None:
@@ -96,11 +94,11 @@ class DraftReplacer:
             success, message = runner.weight_updater.update_weights_from_disk(
                 model_path, load_format, weight_name_filter=lambda name: _short(name) not in shared
             )
+            token_ids = getattr(runner.model, "hot_token_id", None)
+            if success and token_ids is not None and self._worker.hot_token_id is not None:
+                self._worker.hot_token_id.copy_(token_ids)  # in place: captured graphs read it
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        token_ids = getattr(runner.model, "hot_token_id", None)
-        if success and token_ids is not None and self._worker.hot_token_id is not None:
-            self._worker.hot_token_id.copy_(token_ids)  # in place: captured graphs read it
         return None if success else message
 
 
@@ -127,17 +125,18 @@ def read_served(model_config) -> dict[str, Any]:
         return _shape_of(_read_config(model_config.model_path))
     except OSError:  # a hub's name
         shape = _shape_of(model_config.hf_config.to_dict())
-        del shape["architectures"]
-        return shape
+        return {name: value for name, value in shape.items() if name not in ("architectures", "eagle_config")}
 
 
 def _shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """With what a config need not say."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"a config is an object, not {config!r:.40}")
     shape = {name: config.get(name) for name in _SHAPE}
     heads = shape["num_attention_heads"]
     if shape["num_key_value_heads"] is None:
         shape["num_key_value_heads"] = heads
-    if shape["head_dim"] is None and heads:
+    if shape["head_dim"] is None and heads and shape["hidden_size"]:
         shape["head_dim"] = shape["hidden_size"] // heads
     return shape
 

@@ -111,7 +111,7 @@ def group_arms(arms: Sequence[Arm], live_servers: int) -> list[list[Arm]]:
 
 
 def order_arms(arms: Sequence[Arm], repeat: int) -> list[Arm]:
-    """Rotate from repeat to repeat and reverse every other one: no arm always follows the same one."""
+    """Reverse every other one, and rotate after each such pair: no arm always follows the same one."""
     start = repeat // 2 % len(arms)
     rotated = [*arms[start:], *arms[:start]]
     return rotated[::-1] if repeat % 2 else rotated

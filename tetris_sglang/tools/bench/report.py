@@ -300,7 +300,7 @@ def judge(cells: Sequence[Cell], described: dict[str, dict]) -> list[Verdict]:
             [
                 Check(
                     c,
-                    c.identical[0] >= expected_share(c) * c.identical[1],
+                    c.identical[0] >= expected_share(c) * c.identical[1] - 1e-6,
                     c.identical[0] / c.identical[1],
                     f"{c.identical[0]} of {c.identical[1]}",
                 )

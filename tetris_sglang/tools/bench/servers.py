@@ -66,11 +66,11 @@ def server_arguments(arm: Arm, models: Models, settings: Settings, records_folde
     ]
 
 
-def prepare_server(arm: Arm, models: Models, settings: Settings, folder: Path, more_flags: Sequence[str] = ()) -> LiveServer:
+def prepare_server(arm: Arm, models: Models, settings: Settings, folder: Path) -> LiveServer:
     """A server that is not started yet."""
     records_folder = Path(tempfile.mkdtemp(dir=folder))
     process = ServerProcess(
-        [*server_arguments(arm, models, settings, records_folder), *more_flags],
+        server_arguments(arm, models, settings, records_folder),
         folder / f"{arm.name.replace(' ', '-')}.log",
         start_timeout_s=START_TIMEOUT_S,
     )

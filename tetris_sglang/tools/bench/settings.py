@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from tetris_sglang.config import SETTINGS
@@ -151,6 +152,8 @@ def build_settings(*, preset: dict[str, Any], options: dict[str, Any]) -> Settin
             raise ValueError(f"--draft {draft!r}: give DRAFT=PATH")
     if chosen["dataset"] and not chosen["dataset_name"]:
         raise ValueError("--dataset: say with --dataset-name which of sglang.bench_serving's formats it has")
+    if chosen["dataset_name"] == "openai" and not Path(chosen["dataset"]).is_file():
+        raise ValueError(f"--dataset {chosen['dataset']!r}: no such file of chats, as --dataset-name openai wants")
     _check_turns(chosen["turn_seconds"], chosen)
     named = [draft.partition("=")[0] for draft in chosen["draft_paths"]]
     return Settings(

@@ -111,7 +111,8 @@ class Dataset(NamedTuple):
         ]
 
     def _shuffle(self, repeat: int, path: Path) -> Path:
-        rows = [json.loads(line) for line in Path(self.path).read_text().splitlines() if line.strip()]
+        with open(self.path, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
         random.Random(repeat).shuffle(rows)
         kept = ({name: value for name, value in row.items() if name not in ("temperature", "stream")} for row in rows)
         path.write_text("".join(json.dumps(row) + "\n" for row in kept))
