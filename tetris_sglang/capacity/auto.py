@@ -87,6 +87,8 @@ class AutoCapacity:
         """One after the other, as far as their times have come in."""
         self._num_late = 0
         """Of steps that followed plain ones, those in a row that were suspended."""
+        self._probe_price = 0.0
+        """Plain steps that the last step after plain ones took longer than one, as far as a debt reaches."""
         self._size_class, self._steps_since_forgiven = 0, _FORGIVEN_EVERY
         self.expected_gain = 1.0
         """Of the best speculative plan against plain decoding, at the last choice."""
@@ -144,8 +146,9 @@ class AutoCapacity:
             self.step_times.observe(shape, seconds)
         self._num_late = self._num_late + 1 if is_suspension(predicted, seconds) else 0
         if not 0 < self._num_late <= PATIENCE:
-            more = (seconds - predicted) / self.step_times.predict_step(self._plain(shape))
-            self._charge(min(max(more, -_MAX_CORRECTION), _MAX_CORRECTION), shape.batch_size)
+            plain = self.step_times.predict_step(self._plain(shape))
+            self._charge(min(max((seconds - predicted) / plain, -_MAX_CORRECTION), _MAX_CORRECTION), shape.batch_size)
+            self._probe_price = min(max(seconds / plain - 1, 0.0), -_MIN_ALLOWANCE)
         return predicted
 
     def begin_step(self, shape: StepShape) -> None:
@@ -204,7 +207,8 @@ class AutoCapacity:
             # One that brings in what it costs is followed by another.
             depth = next((depth for depth in limits.depths if depth >= _PROBED_DEPTH), limits.num_steps)
             probe = limits.fit(batch_size, depth, batch_size)
-            if self._allowance >= self._price(limits.shape_of(probe, batch_size, context_tokens)):
+            price = self._price(limits.shape_of(probe, batch_size, context_tokens))
+            if self._allowance >= max(price, self._probe_price):
                 return probe
         return StepPlan(0, 0)
 
