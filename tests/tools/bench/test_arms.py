@@ -257,6 +257,8 @@ def test_every_workload_is_written_as_chats(name, plugins, tmp_path, monkeypatch
     backends = [given[i + 1] for i, word in enumerate(given) if word == "--backend"]
     assert backends == ["sglang", "sglang-oai-chat"]
     assert "--sharegpt-output-len" not in given and "--disable-ignore-eos" in given
+    sampled = bench_serving_arguments("URL", arguments, settings, settings.loads[0], 0.7, 0, tmp_path / "out")
+    assert "--disable-ignore-eos" not in sampled, "every arm's answers would end elsewhere"
 
 
 def test_lengths_are_the_prompts_own_and_the_same_for_every_arm():

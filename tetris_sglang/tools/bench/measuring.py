@@ -42,10 +42,15 @@ def bench_serving_arguments(
     repeat: int,
     output_file: Path,
 ) -> list[str]:
-    """The arguments of `python -m sglang.bench_serving`; its seed chooses every arm's prompts alike."""
+    """The arguments of `python -m sglang.bench_serving`; its seed chooses every arm's prompts alike.
+
+    Sampled answers would end at unlike places in every arm. So they go on to the lengths drawn, but for those of a user's own
+    prompts.
+    """
+    goes_on = settings.lengths == EQUAL or (temperature > 0 and not settings.dataset_name)
     return [
         *("--backend", "sglang", "--base-url", url, *dataset, "--seed", str(settings.seed + repeat)),
-        *(() if settings.lengths == EQUAL else ("--disable-ignore-eos",)),
+        *(() if goes_on else ("--disable-ignore-eos",)),
         *("--num-prompts", str(load.num_prompts(settings.min_prompts, settings.waves)), *load.arguments()),
         *("--temperature", str(temperature), *shlex.split(settings.load_flags)),
         *("--warmup-requests", "0", "--disable-tqdm", "--output-details", "--output-file", str(output_file)),

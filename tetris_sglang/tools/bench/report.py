@@ -486,7 +486,7 @@ def render_markdown(results: Results) -> str:
         lines += [_LATENCY_CAPTION + ":", ""]
         add_table(
             ("arm", *(name.upper().replace("_P", " p") for name in LATENCIES)),
-            ([c.arm, *(_show_latency(c, name) for name in LATENCIES)] for c in rows),
+            ([c.arm, *(str(c.latencies[name]) for name in LATENCIES)] for c in rows),
         )
     if timed := [c for c in cells if c.phase_ms]:
         lines += ["## Where a step's time goes", ""]
@@ -496,11 +496,6 @@ def render_markdown(results: Results) -> str:
     lines += [f"- {'holds' if v.holds else '**fails**'}: {v.expectation} ({v.detail})" for v in judge(cells, results["arms"])]
     lines += [f"- not measured: {arm} ({reason})" for arm, reason in find_unmeasured(results).items()]
     return "\n".join(lines) + "\n"
-
-
-def _show_latency(cell: Cell, name: str) -> str:
-    """Sampled answers have unlike numbers of tokens: how long a whole one takes says nothing of an arm."""
-    return "" if name.startswith("e2e") and cell.temperature else str(cell.latencies[name])
 
 
 def find_unmeasured(results: dict[str, Any]) -> dict[str, str]:
