@@ -130,9 +130,9 @@ def bench(
         str,
         typer.Option(
             help=f"{LENGTHS[0]}: each prompt has a length of its own, from a third to five thirds of --output-len. A greedy "
-            f"answer ends where the model ends it, a sampled one goes on. {LENGTHS[1]}: all have --output-len, past an answer's "
-            f"end; a control. It flatters arm '{REFERENCE}': there requests of one length start, prefill and end together, with "
-            "speculation they end one by one, and every prefill stops the others."
+            f"answer ends where the model ends it, a sampled one goes on. {LENGTHS[1]}: all have --output-len, past an "
+            f"answer's end; a control. It flatters arm '{REFERENCE}': there requests of one length start, prefill and end together, "
+            "with speculation they end one by one, and every prefill stops the others."
         ),
     ] = LENGTHS[0],
     prompts: Annotated[
