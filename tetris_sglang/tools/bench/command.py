@@ -131,8 +131,8 @@ def bench(
         typer.Option(
             help=f"{LENGTHS[0]}: each prompt has a length of its own, from a third to five thirds of --output-len. A greedy "
             f"answer ends where the model ends it, a sampled one goes on. {LENGTHS[1]}: all have --output-len, past an "
-            f"answer's end; a control. It flatters arm '{REFERENCE}': there requests of one length start, prefill and end together, "
-            "with speculation they end one by one, and every prefill stops the others."
+            f"answer's end; a control. It flatters arm '{REFERENCE}': there requests of one length start, prefill and end "
+            "together, with speculation they end one by one, and every prefill stops the others."
         ),
     ] = LENGTHS[0],
     prompts: Annotated[
