@@ -296,19 +296,19 @@ def test_what_the_draft_must_read_first_is_not_taken_for_its_passes():
     assert policy.step_times.predict_step(drafted) > 1.3 * before
 
 
-def test_a_debt_does_not_outlast_the_load_it_was_made_under():
+def test_a_debt_is_of_the_load_it_was_made_under():
     policy = make_auto()
     policy.choose(64, LIMITS)
-    policy.begin_step(StepShape(64, 0, 64))
     policy._charge(20.0, 64)
-    policy.begin_step(StepShape(64, 0, 64))
-    assert policy._allowance < -1.9
-    policy.begin_step(StepShape(16, 0, 16))
-    assert 0 < policy._allowance < 0.1
-    # Not with every change.
-    policy._charge(20.0, 16)
-    policy.begin_step(StepShape(64, 0, 64))
-    assert policy._allowance < -1.9
+    assert policy._allowance == -2
+    policy.choose(16, LIMITS)
+    assert policy._allowance == 0.5
+    policy.choose(64, LIMITS)
+    assert policy._allowance == -2
+    # What was saved up is there for a load that is new.
+    policy._allowance = 5.0
+    policy.choose(4, LIMITS)
+    assert policy._allowance == 5
 
 
 def test_graph_tiers_are_filled():

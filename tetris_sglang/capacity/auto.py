@@ -42,8 +42,6 @@ a step shows less, so it may cost more: the second is divided by their number.""
 _FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE, _MIN_ALLOWANCE = 0.5, 8.0, 1.0, -2.0
 """In plain steps: what a new server may lose beside that, what speculation can save up, what it leaves to plain decoding, and
 how far a slow step can take it."""
-_FORGIVEN_EVERY = 256
-"""Steps after which a debt may be forgiven once more, where a batch of about another size begins: it says little of that."""
 _FIRST_LESSONS = 3.0
 """Plain steps, times their requests, that a new server may lose besides: so much has to be seen of a draft to judge it."""
 
@@ -89,7 +87,9 @@ class AutoCapacity:
         """Of steps that followed plain ones, those in a row that were suspended."""
         self._probe_price = 0.0
         """Plain steps that the last step after plain ones took longer than one, as far as a debt reaches."""
-        self._size_class, self._steps_since_forgiven = 0, _FORGIVEN_EVERY
+        self._size_class = 0
+        self._others: dict[int, float] = {}
+        """The allowances of batches of about other sizes: what did not pay there says little here."""
         self.expected_gain = 1.0
         """Of the best speculative plan against plain decoding, at the last choice."""
         self.expected_accepted = 0.0
@@ -99,6 +99,12 @@ class AutoCapacity:
 
     def choose(self, batch_size: int, limits: DraftLimits, context_tokens: float = 0.0) -> StepPlan:
         self._count_rows = limits.count_rows
+        if (size_class := batch_size.bit_length()) != self._size_class:
+            self._others[self._size_class] = self._allowance
+            self._size_class = size_class
+            self._allowance = self._others.get(size_class, max(self._allowance, _FIRST_ALLOWANCE))
+            if not self._speculates:
+                self._allowance = min(self._allowance, _PLAIN_ALLOWANCE)
         is_known = not self._speculates and batch_size == self._planned_size
         if not is_known or self._steps_in_mode % _PLAIN_STEPS_TOGETHER == 0:
             self._evaluate(batch_size, limits, context_tokens)
@@ -153,11 +159,6 @@ class AutoCapacity:
 
     def begin_step(self, shape: StepShape) -> None:
         """A step of this shape begins: what it should take longer than a plain one is charged; `observe_time` corrects it."""
-        self._steps_since_forgiven += 1
-        if shape.batch_size.bit_length() != self._size_class:
-            self._size_class = shape.batch_size.bit_length()
-            if self._allowance < 0 and self._steps_since_forgiven >= _FORGIVEN_EVERY:
-                self._allowance, self._steps_since_forgiven = 0.0, 0
         share = _ALLOWED_SHARE + _ALLOWED_PER_REQUEST / shape.batch_size
         self._allowance = min(self._allowance, _MAX_ALLOWANCE) + share
         self._charge(self._price(shape), shape.batch_size)
