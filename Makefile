@@ -25,7 +25,7 @@ demo: env ## a real model served with TETRIS, with SGLang's own speculation and 
 
 test: env ## the whole test suite
 	./scripts/install_test_tools.sh
-	$(VENV)/bin/python -m pytest -n 2 --durations 25
+	$(VENV)/bin/python -m pytest -n 3 --durations 40
 
 test-fast: env ## what needs no server, no kernel and no tool
 	$(VENV)/bin/python -m pytest -n 2 -m "not e2e and not kernels and not tools"
