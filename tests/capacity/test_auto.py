@@ -306,6 +306,8 @@ def test_a_debt_is_of_the_load_it_was_made_under():
     policy.choose(64, LIMITS)
     assert policy._allowance == -2
     # What was saved up is there for a load that is new.
+    policy = make_auto()
+    policy.choose(64, LIMITS)
     policy._allowance = 5.0
     policy.choose(4, LIMITS)
     assert policy._allowance == 5
