@@ -12,6 +12,9 @@ from hypothesis import settings
 settings.register_profile("tetris", deadline=None, max_examples=100)
 settings.load_profile("tetris")
 
+# Nothing is on a hub: asking for it, and again after a pause, takes a minute.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Workers of pytest-xdist share the cores.
 torch.set_num_threads(1)
 

@@ -362,7 +362,7 @@ def test_bench_serving_knows_every_argument(plugins, tmp_path, monkeypatch):
         settings = make_settings(**options)
         dataset = workload.arguments(4, 0, 0.5, tmp_path)
         out = tmp_path / "out.json"
-        arguments = bench_serving_arguments("http://x", dataset, settings, settings.loads[0], 0.5, 0, out)
+        arguments = bench_serving_arguments("http://x", dataset, settings, settings.loads[0], 0.0, 0, out)
         with pytest.raises(FileNotFoundError):  # nothing was written
             run_bench_serving(arguments)
     closed, poisson = parsed
@@ -411,7 +411,7 @@ def test_chats_are_sent_with_their_parameters_and_counted_by_what_was_written(pl
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        arguments = bench_serving_arguments(url, dataset, settings, settings.loads[0], 0.7, 0, tmp_path / "out")
+        arguments = bench_serving_arguments(url, dataset, settings, settings.loads[0], 0.0, 0, tmp_path / "out")
         result = run_bench_serving(arguments)
         server.shutdown()
     assert result["output_lens"] == [2] * 8 and result["total_output_tokens"] == 16
