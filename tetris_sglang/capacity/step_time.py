@@ -131,8 +131,6 @@ class StepTimeModel:
         self._covariance = self._prior.copy()
         self._num_late = 0
         """Steps in a row that were."""
-        self.was_ignored = False
-        """Whether nothing was learnt from the last step observed: it was suspended, or stood alone."""
         # Steps of a shape follow each other, and describing one costs more than learning from it.
         self._features_of = functools.lru_cache(maxsize=4096)(self._describe)
         self.relative_error = 0.0
@@ -198,8 +196,7 @@ class StepTimeModel:
         limit = _OUTLIER_DEVIATIONS * math.sqrt(variance)
         self._num_late = self._num_late + 1 if seconds - predicted > limit else 0
         was_suspended = 0 < self._num_late <= PATIENCE and is_suspension(predicted, seconds)
-        self.was_ignored = was_suspended or self._num_late == 1
-        if self.was_ignored:
+        if was_suspended or self._num_late == 1:
             return predicted
         gain = spread / variance
         self._values = self._values + gain * min(max(seconds - predicted, -limit), limit)

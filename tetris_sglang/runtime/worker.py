@@ -247,7 +247,7 @@ class TetrisWorker(BaseSpecWorker):
         if self._replacer is None:
             return (
                 False,
-                f"model_path {model_path}: this server drafts from texts: there is no draft to replace. Start one with it",
+                f"model_path {model_path}: this server drafts from texts, and has no draft to replace. Start one with it",
             )
         success, message = self._replacer.replace(model_path, load_format)
         if success:
