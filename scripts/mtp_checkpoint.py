@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from tetris_sglang.tools.distill.heads import MTP_PREFIX, MtpHead
+from tetris_sglang.tools.distill.head_files import MTP_PREFIX
+from tetris_sglang.tools.distill.heads import MtpHead
 
 MTP_FILE = "model-mtp.safetensors"
 _INDEX = "model.safetensors.index.json"

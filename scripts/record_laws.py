@@ -22,7 +22,8 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tetris_sglang.tools.distill.heads import load_head, read_target
+from tetris_sglang.tools.distill.head_files import load_head
+from tetris_sglang.tools.distill.heads import read_target
 from tetris_sglang.tools.prompts import render_chats
 from tetris_sglang.tools.real_model import HEAD, ensure_target
 

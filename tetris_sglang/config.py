@@ -93,7 +93,7 @@ def _parse_acceptance(text: str) -> str:
     return text
 
 
-DRAFT_KINDS = ("standalone", "eagle", "eagle3", "mtp", "dflash", "ngram")
+DRAFT_KINDS = ("standalone", "steered", "eagle", "eagle3", "mtp", "dflash", "ngram")
 DRAFTS = ("auto", *DRAFT_KINDS)
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 import requests
 
 from tests.e2e.client import make_request
+from tests.e2e.conftest import COMMON
+from tetris_sglang.trace import read_trace
+
+MAX_RUNNING = int(COMMON[COMMON.index("--max-running-requests") + 1])
 
 
 @pytest.mark.parametrize(
@@ -91,3 +96,19 @@ def test_as_much_of_a_prompt_comes_from_the_cache_as_without_speculation(plain, 
     for plainly, speculating in zip(*cached, strict=True):
         assert all(n <= m <= n + 1 for n, m in zip(plainly, speculating, strict=True))
     assert all(n > 20 for n in cached[0][2])
+
+
+def test_no_slot_idles_while_requests_wait(servers, overlap, mixed_prompts):
+    """Three times as many requests as slots, of unlike lengths: who ends is followed by the next one (BATON, 2410.18701)."""
+    overlap.flush_cache()
+    begun = len(read_trace(servers.trace_path("overlap")).steps)
+    each = [{"max_new_tokens": 8 + 11 * i % 64} for i in range(48)]
+    overlap.generate_all(mixed_prompts[:48], concurrency=48, each=each, ignore_eos=True)
+    overlap.flush_cache()
+    trace = read_trace(servers.trace_path("overlap"))
+    steps, numbers = trace.steps[begun:], trace.requests[begun:]
+    last_start = steps[np.unique(numbers, return_index=True)[1]].max()
+    running = np.unique(steps[steps < last_start], return_counts=True)[1]
+    running = running[(running == MAX_RUNNING).argmax() :]
+    assert len(running) > 20
+    assert running.mean() > 0.98 * MAX_RUNNING

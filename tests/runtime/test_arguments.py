@@ -359,11 +359,13 @@ BLOCK = {
     "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0]},
 }
 HEAD = {"hidden_size": 64, "num_hidden_layers": 1}
+STEERED = {"architectures": ["SteeredLlamaForCausalLM"], "hidden_size": 32, "target_hidden_size": 64}
 KINDS = {
     "standalone": ({}, {"hidden_size": 32}),
     "eagle": ({}, {"architectures": ["LlamaForCausalLMEagle"], **HEAD}),
     "eagle3": ({}, {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 100, **HEAD}),
     "dflash": ({}, BLOCK),
+    "steered": ({}, STEERED),
     "mtp": ({"num_nextn_predict_layers": 1}, None),
     "ngram": ({}, None),
 }

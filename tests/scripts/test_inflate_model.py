@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import inflate_model
 from inflate_model import InflatedShape, ensure_inflated, inflate, parse_shape
 
-from tetris_sglang.tools.distill.heads import Head, load_head, read_target
+from tetris_sglang.tools.distill.head_files import load_head
+from tetris_sglang.tools.distill.heads import Head, read_target
 
 PAIR = ROOT / "tests" / "pair"
 

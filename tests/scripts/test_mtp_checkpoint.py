@@ -17,7 +17,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from mtp_checkpoint import MTP_FILE, make_mtp_checkpoint
 
-from tetris_sglang.tools.distill.heads import MTP_PREFIX, load_head, read_target
+from tetris_sglang.tools.distill.head_files import MTP_PREFIX, load_head
+from tetris_sglang.tools.distill.heads import read_target
 
 PAIR = ROOT / "tests" / "pair"
 

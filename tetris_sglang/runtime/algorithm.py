@@ -9,7 +9,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from tetris_sglang.config import ALGORITHM, is_tetris
 from tetris_sglang.runtime.arguments import ATTENTION_BACKENDS, resolve_server_args, validate_server_args
-from tetris_sglang.runtime.drafts.kind import DFLASH, EAGLE3, HEADS, NGRAM, current_kind
+from tetris_sglang.runtime.drafts.kind import HEADS, NGRAM, OF_LAYERS, current_kind
 from tetris_sglang.runtime.inventory import verify_landed
 
 
@@ -29,7 +29,7 @@ class TetrisAlgorithm(CustomSpecAlgo):
         return current_kind() in HEADS
 
     def is_eagle3(self) -> bool:
-        return current_kind() in (EAGLE3, DFLASH)  # states of several layers
+        return current_kind() in OF_LAYERS
 
     def has_draft_kv(self) -> bool:
         return current_kind() != NGRAM

@@ -424,7 +424,14 @@ SYMBOLS: tuple[Symbol, ...] = (
         "its keys and values of what the target has read",
     ),
     Symbol(_SRT + "models.dflash.DFlashDecoderLayer", ("attention_cls", "self_attn"), "DFlare's layers"),
-    Symbol(_SRT + "models.registry._ModelRegistry", ("models",), "where DFlare's model becomes known"),
+    Symbol(_SRT + "models.registry._ModelRegistry", ("models",), "where models of ours become known"),
+    Symbol(
+        _SRT + "models.llama.LlamaForCausalLM",
+        ("config", "lm_head", "load_weights", "logits_processor", "model", "quant_config"),
+        "a steered draft is one",
+    ),
+    Symbol(_SRT + "models.llama.LlamaDecoderLayer", ("mlp",), "what steers it enters here"),
+    Symbol(_SRT + "layers.linear.ReplicatedLinear", ("bias", "input_size", "output_size"), "what steers a draft"),
     Symbol(
         _SRT + "layers.linear.QKVParallelLinear",
         ("head_size", "hidden_size", "total_num_heads", "total_num_kv_heads"),

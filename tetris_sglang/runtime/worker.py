@@ -34,7 +34,7 @@ from tetris_sglang.runtime.drafts.passes import DraftPasses
 from tetris_sglang.runtime.drafts.replacement import DraftReplacer
 from tetris_sglang.runtime.drafts.spec import DraftSpec
 from tetris_sglang.runtime.drafts.tokenizers import find_vocabulary
-from tetris_sglang.runtime.drafts.workers import BlockWorker, HeadWorker, StandaloneModelWorker
+from tetris_sglang.runtime.drafts.workers import WORKERS
 from tetris_sglang.runtime.inventory import verify_landed
 from tetris_sglang.runtime.kv_moves import check_kv_pool
 from tetris_sglang.runtime.logits import count_written
@@ -78,8 +78,7 @@ class TetrisWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self._draft_worker = self._replacer = None
         if self._kind != NGRAM:
-            worker_class = {STANDALONE: StandaloneModelWorker, DFLASH: BlockWorker}.get(self._kind, HeadWorker)
-            self._draft_worker = worker_class(server_args, gpu_id, nccl_port, target_worker)
+            self._draft_worker = WORKERS[self._kind](server_args, gpu_id, nccl_port, target_worker)
             self._replacer = DraftReplacer(self._draft_worker, target_worker.model_runner.model)
         self._vocabulary = self._find_vocabulary() if self._kind == STANDALONE else None
         logger.info("TETRIS: %s draft, %s", self._kind, self.config)

@@ -150,6 +150,7 @@ def distill(
         int | None, typer.Option(help="Of a new head's feed-forward layer.", show_default="the target's")
     ] = None,
     mask_token: Annotated[str | None, typer.Option(help="Of a new DFlash draft: one that no text has.")] = None,
+    steer: Annotated[bool, typer.Option("--steer", help="A standalone draft by the target's states.")] = False,
     server_flags: Annotated[str | None, typer.Option(help="For the server that answers.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of everything drawn.", show_default="0")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier call ended.")] = False,

@@ -81,6 +81,14 @@ def test_other_drafts_and_trees_are_arms_of_their_own():
     assert "--speculative-draft-model-path" not in flags("tetris ngram k=2+4", None)
 
 
+def test_sglang_verifies_whole_blocks_of_a_dflash_draft():
+    settings = make_settings(arms="none,sglang", k="5", num_steps=3, drafts="dflash", topk="1,2")
+    assert [arm.name for arm in settings.build_arms()] == ["none", "DFLASH k=5"]
+    assert settings.build_arms()[1].flags("draft", phase_times=False) == [
+        "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "draft", "--speculative-num-draft-tokens", "6",
+    ]  # fmt: skip
+
+
 def test_every_flag_is_one_that_tetris_declares():
     from tetris_sglang.config import SETTINGS
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 
-from tetris_sglang.tools.distill.heads import BLOCKS, Head, RmsNorm, read_target
+from tetris_sglang.tools.distill.head_files import BLOCKS
+from tetris_sglang.tools.distill.heads import Head, RmsNorm, read_target
 
 
 def serve(head: Head, target: LlamaForCausalLM, tokens: Tensor, last: int, steps: int) -> list[Tensor]:

@@ -81,6 +81,18 @@ def test_a_standalone_draft_gets_better(tmp_path, traffic, worse_draft, divergen
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == metrics
 
 
+def test_what_steers_a_draft_is_learnt(tmp_path, traffic, worse_draft):
+    """And training goes on with what was saved."""
+    options = {"draft": str(worse_draft), "steps": 40, "rate": 2e-3, "layer_ids": [0, 2, 3]}
+    steered = run(tmp_path / "steered", traffic, steer=True, **options)
+    for temperature in ("0", "1"):
+        assert mean(steered, "after", temperature) > mean(steered, "before", temperature) + 0.05
+    assert load_file(tmp_path / "steered" / "out" / "model.safetensors")["steer.weight"].any()
+    again = run(tmp_path / "again", traffic, draft=str(tmp_path / "steered" / "out"), steps=1)
+    for temperature in ("0", "1"):
+        assert abs(mean(again, "before", temperature) - mean(steered, "after", temperature)) < 0.05
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_a_new_draft_learns(tmp_path, traffic, kind):
     new = {"layer_ids": [0, 2], "vocabulary": 256, "intermediate": 64, "mask_token": "<|pad|>"}
@@ -125,6 +137,7 @@ def test_two_processes_train_one_draft(tmp_path, traffic):
         ({"writer": "nobody"}, "--writer nobody: one of target"),
         ({"writer": "draft"}, "writes no texts of its own"),
         ({"writer": "draft", "draft": str(PAIR / "eagle")}, "writes no texts of its own"),
+        ({"steer": True}, "--steer: .*eagle3 is no standalone draft"),
         ({"traffic": []}, "nothing to learn from"),
         ({"greedy_share": 2}, "--greedy-share 2"),
         ({"draft": "/nowhere"}, "--draft /nowhere: no such folder"),

@@ -12,22 +12,22 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tests.tools.distill.serving import serve
-from tetris_sglang.tools.distill.heads import (
+from tetris_sglang.tools.distill.head_files import (
     BLOCKS,
     HEADS,
-    Eagle3Head,
-    Head,
     load_head,
     make_dflash_keys,
     make_eagle3_keys,
     make_head_config,
-    read_target,
     save_head,
 )
+from tetris_sglang.tools.distill.heads import Eagle3Head, Head, read_target
+from tetris_sglang.tools.distill.steering import SteeredDraft
 from tetris_sglang.tools.real_model import HEAD
 
 PAIR = Path(__file__).parents[2] / "pair"
-KINDS = list(HEADS)
+KINDS = [kind for kind in HEADS if kind != SteeredDraft.kind]
+"""Those with the target's embedding."""
 LAYER_IDS, MASK_TOKEN = (0, 2, 3), 0
 MAX_SHIPPED_BYTES = 16e6
 

@@ -10,7 +10,8 @@ import torch
 from tests.tools.distill.serving import serve
 from tetris_sglang.tools.distill.corpus import Text, pad
 from tetris_sglang.tools.distill.divergence import forward_kl
-from tetris_sglang.tools.distill.heads import BLOCKS, HEADS, Head
+from tetris_sglang.tools.distill.head_files import BLOCKS, HEADS
+from tetris_sglang.tools.distill.heads import Head
 from tetris_sglang.tools.distill.lesson import STEP_DECAY, Lesson, judge, walk
 from tetris_sglang.tools.distill.students import Teacher, load_student
 
@@ -79,7 +80,7 @@ def count_accepted(head: Head, teacher: Teacher, text: Text) -> tuple[int, int]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [kind for kind in HEADS if (PAIR / kind).exists()])
 def test_greedy_texts_are_judged_as_they_are_served(teacher, texts, kind):
     student = load_student(PAIR / kind, teacher).eval()
     counts = np.array([count_accepted(student.head, teacher, text) for text in texts if not text.temperature])

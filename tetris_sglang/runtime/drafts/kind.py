@@ -10,9 +10,11 @@ from tetris_sglang.config import DRAFT_KINDS
 VARIABLE = "SGLANG_TETRIS_DRAFT_KIND"
 """Where the answer stands for every process of the server."""
 
-STANDALONE, EAGLE, EAGLE3, MTP, DFLASH, NGRAM = DRAFT_KINDS
-HEADS = (EAGLE, EAGLE3, MTP, DFLASH)
+STANDALONE, STEERED, EAGLE, EAGLE3, MTP, DFLASH, NGRAM = DRAFT_KINDS
+HEADS = (STEERED, EAGLE, EAGLE3, MTP, DFLASH)
 """Those that read the target's hidden states."""
+OF_LAYERS = (STEERED, EAGLE3, DFLASH)
+"""Of several layers."""
 
 
 def current_kind() -> str:
@@ -50,6 +52,8 @@ def _kind_of(draft: Any) -> str:
     name = _architecture(draft)
     if is_block(draft):
         return DFLASH
+    if name.startswith("steered"):
+        return STEERED
     return EAGLE3 if "eagle3" in name else EAGLE if "eagle" in name else STANDALONE
 
 

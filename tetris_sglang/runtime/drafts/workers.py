@@ -5,7 +5,8 @@ from __future__ import annotations
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 
-from tetris_sglang.runtime.drafts.dflare import register_model
+from tetris_sglang.runtime.drafts import dflare, steered
+from tetris_sglang.runtime.drafts.kind import DFLASH, EAGLE, EAGLE3, MTP, STANDALONE, STEERED
 
 
 class _BareWorker:
@@ -34,19 +35,36 @@ class HeadWorker(_BareWorker, EagleDraftWorker):
     """EAGLE, EAGLE3 and multi-token prediction: embedding (and output layer) of the target, and its hidden states."""
 
 
+class SteeredWorker(_BareWorker, EagleDraftWorker):
+    """A language model that the target steers. To SGLang an EAGLE3 head: it reads the states of several layers."""
+
+    def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
+        steered.register_model()
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+
+    def init_lm_head(self) -> None:
+        """Embedding and output layer stay its own."""
+
+
 class BlockWorker(_BareWorker, EagleDraftWorker):
     """DFlash and DFlare. To SGLang EAGLE3 heads: they read the states of several layers."""
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
-        register_model()
+        dflare.register_model()
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         # Where SGLang looks up how many.
         layer_ids = target_worker.model_runner.spec_aux_config.eagle_aux_hidden_state_layer_ids
         config = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layer_ids}
         self.draft_runner.model_config.hf_config.eagle_config = config
 
-    def init_token_map(self) -> None:
-        self.hot_token_id = None
-
     def init_lm_head(self) -> None:
         """Embedding and output layer stay the target's (runtime/drafts/dflash.py)."""
+
+
+WORKERS = {
+    STANDALONE: StandaloneModelWorker,
+    STEERED: SteeredWorker,
+    **dict.fromkeys((EAGLE, EAGLE3, MTP), HeadWorker),
+    DFLASH: BlockWorker,
+}
+"""By the draft's kind."""

@@ -10,7 +10,7 @@ FAMILIES = (REFERENCE, CONTROL, "sglang", "adaptive", "full", "tetris", "uniform
 """control: a second server without speculation, whose ratio to the first shows chance alone. sglang: SGLang's own speculation
 with the arm's draft."""
 HEADS = ("eagle3", "eagle")
-DRAFTS = (*HEADS, "ngram", "standalone", "useless")
+DRAFTS = (*HEADS, "ngram", "standalone", "dflash", "useless")
 """useless: the eagle3 head as sure as ever, its tokens mixed up."""
 
 
@@ -78,8 +78,10 @@ class Arm:
             return ["--speculative-algorithm", self.algorithm, *model, "--speculative-adaptive"]
         drafting = [*model, "--speculative-num-steps", str(self.num_steps or self.k + self.extra)]
         if self.family == "sglang":
-            branches = ("--speculative-eagle-topk", str(self.topk)) if self.draft != "ngram" else ()
             num_draft_tokens = ("--speculative-num-draft-tokens", str(self.k + 1))
+            if self.draft == "dflash":  # a block, all of which is verified
+                return ["--speculative-algorithm", self.algorithm, *model, *num_draft_tokens]
+            branches = ("--speculative-eagle-topk", str(self.topk)) if self.draft != "ngram" else ()
             return ["--speculative-algorithm", self.algorithm, *drafting, *branches, *num_draft_tokens]
         if self.family == "auto":
             if self.num_draft_tokens:

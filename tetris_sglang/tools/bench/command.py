@@ -92,7 +92,8 @@ def bench(
     topk: Annotated[
         str,
         typer.Option(
-            help="Of SGLang's own: branches of draft trees, --num-steps deep, of k nodes; 1: chains. N-grams have chains alone."
+            help="Of SGLang's own: branches of draft trees, --num-steps deep, of k nodes; 1: chains. N-grams and DFlash have "
+            "chains alone."
         ),
     ] = "1",
     num_draft_tokens: Annotated[

@@ -122,10 +122,10 @@ class Settings:
     def _build_with_k(self, k: int, draft: str) -> list[Arm]:
         arms = []
         for topk in self.topk if "sglang" in self.families else ():
-            # A tree has at least as many nodes as levels; SGLang verifies all of them. There are no trees of n-grams.
+            # A tree has at least as many nodes as levels; SGLang verifies all of them. N-grams and DFlash have chains alone.
             if topk == 1:
                 arms.append(Arm("sglang", k, draft=draft))
-            elif draft != "ngram" and k >= self.num_steps:
+            elif draft not in ("ngram", "dflash") and k >= self.num_steps:
                 arms.append(Arm("sglang", k, num_steps=self.num_steps, draft=draft, topk=topk))
         for extra in self.extra:
             arms += [Arm(f, k, extra, draft=draft) for f in ("tetris", "uniform", "random") if f in self.families]

@@ -20,6 +20,7 @@ from tetris_sglang.tools.distill.card import render_card
 from tetris_sglang.tools.distill.corpus import Question, Text, read_prompts, read_texts, write_texts
 from tetris_sglang.tools.distill.divergence import DIVERGENCES
 from tetris_sglang.tools.distill.lesson import Accepted, Lesson, judge
+from tetris_sglang.tools.distill.steering import SteeredDraft
 from tetris_sglang.tools.distill.students import (
     FRESH,
     HeadStudent,
@@ -29,6 +30,7 @@ from tetris_sglang.tools.distill.students import (
     is_standalone,
     load_student,
     make_student,
+    steer_student,
 )
 from tetris_sglang.tools.distill.training import Course, train
 
@@ -70,6 +72,7 @@ class Options:
     vocabulary: int = 6144
     intermediate: int | None = None
     mask_token: str | None = None
+    steer: bool = False
     server_flags: Sequence[str] = ()
     seed: int = 0
     resume: bool = False
@@ -88,6 +91,8 @@ class Options:
             raise ValueError(f"--draft {self.draft}: no such folder, and no new draft's kind ({', '.join(FRESH)})")
         if self.writer != "target" and (self.is_fresh or not is_standalone(Path(self.draft))):
             raise ValueError(f"--writer {self.writer}: {self.draft} writes no texts of its own, a standalone draft does")
+        if self.steer and (self.is_fresh or not is_standalone(Path(self.draft))):
+            raise ValueError(f"--steer: {self.draft} is no standalone draft. Give one, or leave the flag out")
         if self.out.exists() and any(self.out.iterdir()):
             raise ValueError(f"--out {self.out} is not empty: give another folder")
         if self.checkpoint.exists() and not self.resume:
@@ -104,7 +109,7 @@ class Options:
     @property
     def made_with(self) -> dict[str, Any]:
         """What may not change between a training's beginning and its end."""
-        names = ("divergence", "greedy_share", "batch_tokens", "chain", "seed", "steps", "rate")
+        names = ("divergence", "greedy_share", "batch_tokens", "chain", "seed", "steps", "rate", "steer")
         return {"target": str(self.target), "draft": str(self.draft)} | {name: getattr(self, name) for name in names}
 
 
@@ -138,6 +143,7 @@ def distill(options: Options) -> dict[str, Any] | None:
     if course.before is None and not options.is_fresh:
         course.before = measure()
     is_head = isinstance(student, HeadStudent)
+    is_model = not is_head or student.head.kind == SteeredDraft.kind
     train(
         accelerator,
         Lesson(student, DIVERGENCES[options.divergence], options.greedy_share),
@@ -148,8 +154,8 @@ def distill(options: Options) -> dict[str, Any] | None:
         num_steps=options.steps,
         chains=[min(n, options.chain) for n in CHAINS] if is_head and not student.is_block else [options.chain],
         batch_tokens=options.batch_tokens,
-        rate=options.rate if options.rate is not None else _default_rate(is_head, options.is_fresh),
-        uses_muon=is_head,
+        rate=options.rate if options.rate is not None else _default_rate(not is_model, options.is_fresh),
+        uses_muon=not is_model,
         seed=options.seed,
         stop_after=options.stop_after,
     )
@@ -230,6 +236,9 @@ def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]
 def _find_student(options: Options, teacher: Teacher, learnt: Sequence[Text]) -> StandaloneStudent | HeadStudent:
     vocabulary = _frequent_tokens(learnt, teacher.vocab_size, options.vocabulary)
     if not options.is_fresh:
+        if options.steer:
+            layer_ids = list(options.layer_ids) if options.layer_ids is not None else default_layer_ids(teacher.folder)
+            return steer_student(Path(options.draft), teacher, layer_ids)
         student = load_student(Path(options.draft), teacher)
         if student.is_block:
             student.head.vocabulary = vocabulary

@@ -18,18 +18,13 @@ Embedding and lm_head (eagle3: the embedding) are the target's and not part of a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
-
-MTP_PREFIX = "model.mtp_layers.0."
+from transformers import LlamaForCausalLM
 
 
 class TargetStates(NamedTuple):
@@ -166,7 +161,7 @@ def _start_by_passing_on(linear: nn.Linear, columns: slice, layer: Layer) -> Non
     layer.mlp.down_proj.weight.zero_()
 
 
-def _count_chains(tokens: Tensor, steps: int) -> int:
+def count_chains(tokens: Tensor, steps: int) -> int:
     """Of `steps` drafts each, one behind every token but the first, as far as [batch, length] tokens judge them."""
     chains = tokens.shape[1] - steps
     if chains < 1:
@@ -174,7 +169,7 @@ def _count_chains(tokens: Tensor, steps: int) -> int:
     return chains
 
 
-def _join_layers(states: TargetStates, layer_ids: Sequence[int]) -> Tensor:
+def join_layers(states: TargetStates, layer_ids: Sequence[int]) -> Tensor:
     """[batch, length, layers * hidden], the outputs of these layers, side by side."""
     # The output of layer i is the input of layer i + 1. SGLang collects them in the order of the layers.
     return torch.cat([states.layer_inputs[i + 1] for i in sorted(layer_ids)], dim=-1)
@@ -243,7 +238,7 @@ class Head(nn.Module):
 
     def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """As `draft`, before the logits: per step what `read_logits` takes, [batch, chains, hidden]."""
-        chains = _count_chains(tokens, steps)
+        chains = count_chains(tokens, steps)
         # In float32 also where an autocast computes the products in bfloat16: the residual stream starts here.
         hidden, keys, values = self.project(features[:, :chains]).float(), [], []
         for step in range(steps):
@@ -313,7 +308,7 @@ class Eagle3Head(Head):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def features(self, states: TargetStates) -> Tensor:
-        return _join_layers(states, self.layer_ids)
+        return join_layers(states, self.layer_ids)
 
     def project(self, features):
         return self.fc(features)
@@ -378,7 +373,7 @@ class DFlashHead(Head):
         return self.vocabulary
 
     def features(self, states: TargetStates) -> Tensor:
-        return _join_layers(states, self.layer_ids)
+        return join_layers(states, self.layer_ids)
 
     def _make_mixer(self, num_layers: int, num_read: int, hidden: int) -> None:
         self.fc = nn.Linear(num_read * hidden, hidden, bias=False)
@@ -392,7 +387,7 @@ class DFlashHead(Head):
 
     def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Of a block behind every token but the first; see `Head.unroll`."""
-        blocks, width = _count_chains(tokens, steps), steps + 1
+        blocks, width = count_chains(tokens, steps), steps + 1
         contexts = [self.hidden_norm(mixed) for mixed in self.mix(features[:, :blocks])]
         known = torch.arange(blocks, device=tokens.device)
         places = (known[:, None] + 1 + torch.arange(width, device=tokens.device)).flatten()
@@ -427,94 +422,3 @@ class DFlareHead(DFlashHead):
     def mix(self, features: Tensor) -> list[Tensor]:
         states = features.unflatten(-1, (len(self.layer_ids), -1)).float()
         return [torch.einsum("btlh,l->bth", states, shares) for shares in self.layer_fusion_weights.softmax(-1)]
-
-
-HEADS: dict[str, type[Head]] = {head.kind: head for head in (EagleHead, Eagle3Head, MtpHead, DFlashHead, DFlareHead)}
-BLOCKS = (DFlashHead.kind, DFlareHead.kind)
-"""Those that draft in one pass."""
-
-
-def make_head_config(config: LlamaConfig, architecture: str, intermediate: int) -> dict:
-    """The config.json of a head of one layer with its target's attention.
-
-    Args:
-        config: the target's. intermediate: of the head's MLP.
-    """
-    kept = (
-        "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size", "max_position_embeddings",
-        "num_attention_heads", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "vocab_size",
-    )  # fmt: skip
-    return {name: getattr(config, name) for name in kept} | {
-        "architectures": [architecture],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "dtype": "bfloat16",
-        "intermediate_size": intermediate,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "rope_parameters": dict(config.rope_parameters),
-        # SGLang replaces embedding and lm_head by the target's one after the other: they must be two.
-        "tie_word_embeddings": False,
-    }
-
-
-def make_eagle3_keys(draft_vocab_size: int, layer_ids: Sequence[int]) -> dict:
-    """What an EAGLE-3 head's config has besides; `layer_ids` are the target's layers that it reads."""
-    layers = {"eagle_aux_hidden_state_layer_ids": list(layer_ids), "use_aux_hidden_state": True}
-    return {"draft_vocab_size": draft_vocab_size, "eagle_config": layers}
-
-
-def make_dflash_keys(block_size: int, layer_ids: Sequence[int], mask_token: int, num_layers: int) -> dict:
-    """What a DFlash draft's config has besides; a block holds the last known token, too."""
-    read = {"target_layer_ids": list(layer_ids), "mask_token_id": mask_token}
-    return {"block_size": block_size, "dflash_config": read, "num_hidden_layers": num_layers}
-
-
-def _names_in_checkpoint(head: Head) -> dict[str, str]:
-    """The checkpoint's name of every entry of the head's state."""
-    if head.kind != "mtp":
-        return {name: name for name in head.state_dict()}
-    return {name: MTP_PREFIX + name.removeprefix("block.") for name in head.state_dict()}
-
-
-def save_head(head: Head, folder: Path) -> None:
-    """Write config.json and model.safetensors, matrices and norms as bfloat16; `head` stays as it is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(head.config, indent=2) + "\n")
-    state = head.state_dict()
-    tensors = {
-        there: (state[here].bfloat16() if state[here].is_floating_point() else state[here]).contiguous()
-        for here, there in _names_in_checkpoint(head).items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_head(folder: Path, target: LlamaForCausalLM) -> Head:
-    """The head in float32, on the target's embedding and lm_head.
-
-    An MTP layer may be stored narrower than its config says, whose sizes are the complete checkpoint's.
-
-    Raises:
-        ValueError: no such head, or a tensor is missing, unknown or of another size.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    kinds = {head.architecture: head for head in HEADS.values()}
-    architecture = config["architectures"][0]
-    if architecture not in kinds:
-        raise ValueError(f"{folder}: {architecture} is not a head; known are {', '.join(kinds)}")
-    tensors = {
-        name: t.float() if t.is_floating_point() else t
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, t in load_file(path).items()
-    }
-    stored = dict(config)
-    if architecture == MtpHead.architecture:
-        stored["intermediate_size"] = len(tensors[f"{MTP_PREFIX}mlp.gate_proj.weight"])
-    head = kinds[architecture](stored, target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach())
-    names = _names_in_checkpoint(head)
-    if set(names.values()) != set(tensors):
-        raise ValueError(f"{folder}: {sorted(set(names.values()) ^ set(tensors))} missing or unknown")
-    head.load_state_dict({here: tensors[there] for here, there in names.items()})
-    head.config = config
-    return head.eval()

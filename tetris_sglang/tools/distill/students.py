@@ -11,21 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tetris_sglang.tools.distill.heads import (
+from tetris_sglang.tools.distill.head_files import (
     BLOCKS,
     HEADS,
-    DFlashHead,
-    Eagle3Head,
-    EagleHead,
-    Head,
-    TargetStates,
     load_head,
     make_dflash_keys,
     make_eagle3_keys,
     make_head_config,
-    read_target,
     save_head,
 )
+from tetris_sglang.tools.distill.heads import DFlashHead, Eagle3Head, EagleHead, Head, TargetStates, read_target
+from tetris_sglang.tools.distill.steering import steer_draft
 
 FRESH = (Eagle3Head.kind, EagleHead.kind, DFlashHead.kind)
 """Kinds of which a new one can be made."""
@@ -138,10 +134,10 @@ def load_student(draft: Path, teacher: Teacher) -> StandaloneStudent | HeadStude
     config = _read_config(draft)
     if _is_model(config):
         return StandaloneStudent(draft, teacher)
-    hidden = teacher.model.config.get_text_config().hidden_size
-    if config["hidden_size"] != hidden or config["vocab_size"] != teacher.vocab_size:
+    hidden, read = teacher.model.config.get_text_config().hidden_size, config.get("target_hidden_size", config["hidden_size"])
+    if read != hidden or config["vocab_size"] != teacher.vocab_size:
         raise ValueError(
-            f"--draft {draft} is a head for states of {config['hidden_size']} values and {config['vocab_size']} tokens, the "
+            f"--draft {draft} is a head for states of {read} values and {config['vocab_size']} tokens, the "
             f"target has {hidden} and {teacher.vocab_size}: it belongs to another one"
         )
     head = load_head(draft, teacher.model).train()
@@ -209,6 +205,17 @@ def make_student(
     block.norm.weight.data.copy_(_last_norm(teacher))
     block.vocabulary = vocabulary
     return HeadStudent(block)
+
+
+def steer_student(draft: Path, teacher: Teacher, layer_ids: list[int]) -> HeadStudent:
+    """A standalone draft, and what will steer it.
+
+    Raises:
+        ValueError: its tokenizer is not the target's, or it is no Llama.
+    """
+    StandaloneStudent(draft, teacher)
+    weights = teacher.model.get_input_embeddings().weight.detach(), teacher.model.get_output_embeddings().weight.detach()
+    return HeadStudent(steer_draft(draft, layer_ids, *(weight.float() for weight in weights)))
 
 
 def _last_norm(teacher: Teacher) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a server drafts with a DFlash or DFlare draft is what the draft computes in plain torch."""
+"""What a server drafts with a DFlash, DFlare or steered draft is what the draft computes in plain torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from tokenizers import Tokenizer
 
 from tests.e2e.client import Client
 from tests.e2e.conftest import COMMON, FORKED, NUM_STEPS, PAIR, TETRIS
+from tests.steered_draft import save_steered
 from tetris_sglang.tools.distill.corpus import Text
-from tetris_sglang.tools.distill.heads import BLOCKS
+from tetris_sglang.tools.distill.head_files import BLOCKS
 from tetris_sglang.tools.distill.lesson import judge
+from tetris_sglang.tools.distill.steering import SteeredDraft
 from tetris_sglang.tools.distill.students import Teacher, load_student
 from tetris_sglang.tools.server_process import ServerProcess
 
 NEW_TOKENS, PROMPTS = 96, 12
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", [*BLOCKS, SteeredDraft.kind])
 def test_as_many_drafts_are_accepted_as_the_draft_s_own_arithmetic_says(tmp_path: Path, kind: str):
     """Chains, all verified, without calibration and matches: a wrong position, state or entry costs some of them."""
+    draft = save_steered(tmp_path / "draft") if kind == SteeredDraft.kind else PAIR / kind
     flags = [
-        *(*COMMON, *TETRIS, "--speculative-draft-model-path", str(PAIR / kind)),
+        *(*COMMON, *TETRIS, "--speculative-draft-model-path", str(draft)),
         *("--speculative-num-draft-tokens", str(NUM_STEPS + 1), "--speculative-tetris-capacity-per-request", str(NUM_STEPS)),
         *("--speculative-tetris-calibration", "off"),
     ]
@@ -42,6 +45,6 @@ def test_as_many_drafts_are_accepted_as_the_draft_s_own_arithmetic_says(tmp_path
     for text, output in zip(texts, outputs, strict=True):
         ids = tokenizer.encode(text).ids
         written.append(Text(torch.tensor([*ids, *output["output_ids"]]), len(ids), 0.0, "greedy"))
-    expected = judge(load_student(PAIR / kind, teacher).eval(), teacher, written, NUM_STEPS, batch_tokens=512)["0"]["overall"]
+    expected = judge(load_student(draft, teacher).eval(), teacher, written, NUM_STEPS, batch_tokens=512)["0"]["overall"]
     # Both end their texts with a step that is cut short, at unlike places.
     assert abs(accepted / steps - expected.mean) < 0.04 * expected.mean
