@@ -8,11 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-
-PAIR = Path(__file__).parents[1] / "pair"
 
 PREAMBLE = """
 import json, os, sys
@@ -127,7 +124,7 @@ from sglang.srt.server_args import prepare_server_args
 SETTINGS = (
     "device", "attention_backend", "sampling_backend", "chunked_prefill_size", "max_running_requests",
     "mem_fraction_static", "max_total_tokens", "page_size", "disable_overlap_schedule",
-    "disable_cuda_graph", "speculative_num_draft_tokens", "speculative_draft_attention_backend",
+    "disable_cuda_graph",
 )
 
 def resolve(model, *flags):
@@ -149,7 +146,6 @@ result["fraction"] = resolve("small", "--mem-fraction-static", "0.5")
 result["upstreams compile"] = resolve("small", "--enable-torch-compile", "--attention-backend", "torch_native")
 result["compile"] = resolve("small", "--enable-torch-compile")
 result["amx"] = resolve("small", "--attention-backend", "intel_amx")
-result["block"] = resolve("small", "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", BLOCK)
 for value in ("1", "yes"):
     os.environ["SGLANG_TETRIS_CPU_OVERLAP"] = value
     result["overlap " + value] = resolve("small")
@@ -169,7 +165,7 @@ def without_gpu(tmp_path_factory):
             "intermediate_size": 64, "max_position_embeddings": 2048,
         }  # fmt: skip
         (folder / name / "config.json").write_text(json.dumps(config))
-    return run(NO_GPU + f"MODELS, BLOCK = {str(folder)!r}, {str(PAIR / 'dflash')!r}\n" + WITHOUT_GPU)
+    return run(NO_GPU + f"MODELS = {str(folder)!r}\n" + WITHOUT_GPU)
 
 
 def fake_kernel(folder, operators):
@@ -278,8 +274,6 @@ def test_only_the_model_path_is_needed(without_gpu):
         "page_size": 1,
         "disable_overlap_schedule": True,
         "disable_cuda_graph": True,
-        "speculative_num_draft_tokens": None,
-        "speculative_draft_attention_backend": None,
     }
 
 
@@ -303,12 +297,6 @@ def test_what_the_user_typed_wins(without_gpu):
 def test_cache_of_a_deep_model_stays_within_two_gibibytes(without_gpu):
     token_bytes = 400 * 2 * (64 + 64) * 4
     assert without_gpu["large"]["max_total_tokens"] == (2 << 30) // token_bytes
-
-
-def test_sglangs_own_block_drafts_start_without_an_accelerator(without_gpu):
-    block_size = json.loads((PAIR / "dflash" / "config.json").read_text())["block_size"]
-    assert without_gpu["block"]["speculative_num_draft_tokens"] == block_size
-    assert without_gpu["block"]["speculative_draft_attention_backend"] == "torch_ragged"
 
 
 def test_flags_that_need_an_accelerator_are_refused_by_name(without_gpu):

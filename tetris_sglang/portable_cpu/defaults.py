@@ -65,39 +65,6 @@ def choose_no_cuda_graphs(server_args, previous) -> None:
     previous(server_args)
 
 
-class _BlockDrafts:
-    """What SGLang's own DFLASH asks of a platform that it does not know."""
-
-    def is_out_of_tree(self) -> bool:
-        return True
-
-    def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return True
-
-    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
-        return backend == ATTENTION_BACKEND
-
-    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
-        return ATTENTION_BACKEND
-
-
-def admit_block_drafts(server_args, previous) -> None:
-    """Resolution step `handle_speculative_decoding`: SGLang's own DFLASH wants one of four accelerators, or a platform
-    that says it can. The attention here can."""
-    from sglang.srt.arg_groups import speculative_hook
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    cfg = resolving_view(server_args)
-    if cfg.device != "cpu" or cfg.speculative_algorithm != "DFLASH":
-        return previous(server_args)
-    platform = speculative_hook.current_platform
-    speculative_hook.current_platform = _BlockDrafts()
-    try:
-        return previous(server_args)
-    finally:
-        speculative_hook.current_platform = platform
-
-
 def cache_tokens(model_config) -> int:
     """How many tokens the target's KV cache holds by default."""
     values = model_config.get_num_kv_heads(1) * (model_config.head_dim + model_config.v_head_dim)
@@ -132,11 +99,7 @@ def wants_overlap() -> bool:
     return value == "1"
 
 
-RESOLUTION_STEPS = {
-    "handle_cuda_graph_config": choose_no_cuda_graphs,
-    "handle_cpu_backends": choose_defaults,
-    "handle_speculative_decoding": admit_block_drafts,
-}
+RESOLUTION_STEPS = {"handle_cuda_graph_config": choose_no_cuda_graphs, "handle_cpu_backends": choose_defaults}
 """SGLang's, and what runs around them."""
 
 

@@ -131,15 +131,6 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("name",),
         "torch_native cannot verify trees or ragged lengths and loops over requests.",
     ),
-    Symbol(
-        "sglang.srt.platforms.interface.SRTPlatform",
-        (
-            "get_default_speculative_draft_attention_backend",
-            "supports_speculative_algorithm",
-            "supports_speculative_draft_attention_backend",
-        ),
-        "What SGLang's own DFLASH asks of a platform that it does not know.",
-    ),
     Symbol("sglang.srt.platforms._is_cpu_available", (), "SGLANG_USE_CPU_ENGINE=1 makes SGLang choose its own CPU platform"),
     Symbol("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source"), "Declares the defaults."),
     Symbol("sglang.srt.arg_groups.overrides.resolving_view", ("server_args",), "Reads what the user typed."),
