@@ -24,7 +24,7 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tetris_sglang.tools.bench.arms import Arm
+from tetris_sglang.tools.bench.arms import CONTROL, Arm
 from tetris_sglang.tools.bench.report import Cell, build_cells, judge
 from tetris_sglang.tools.bench.workloads import Load
 from tetris_sglang.tools.replay import GOAL, RULES
@@ -100,6 +100,8 @@ class Row(NamedTuple):
     load: Load
     ours: Cell
     theirs: Cell | None
+    control: Cell | None
+    """A second server without speculation."""
 
 
 def compare_default(folder: str) -> Iterator[Row]:
@@ -110,8 +112,9 @@ def compare_default(folder: str) -> Iterator[Row]:
             for temperature, load in places:
                 ours = best(comparison.find(temperature, load, draft, "auto"))
                 theirs = best(comparison.find(temperature, load, draft, "sglang", "adaptive"))
+                control = best(comparison.find(temperature, load, Arm(CONTROL).draft, CONTROL))
                 if ours is not None:
-                    yield Row(draft, comparison.workload, temperature, load, ours, theirs)
+                    yield Row(draft, comparison.workload, temperature, load, ours, theirs, control)
 
 
 def overview(folder: str) -> Callable[[], str]:
@@ -146,7 +149,8 @@ def never_slower() -> str:
         return NOT_MEASURED
     failing = [row for row in rows if round(row.ours.throughput.median, 2) < LEAST]
     lines = [
-        f"- {row.draft}, {row.workload}, temperature {row.temperature:g}, {row.load}: {row.ours.throughput}\n"
+        f"- {row.draft}, {row.workload}, temperature {row.temperature:g}, {row.load}: {row.ours.throughput}"
+        + (f"; a second server without speculation {row.control.throughput}\n" if row.control else "\n")
         for row in failing
     ]
     held = f"At least {LEAST} of no speculation in {len(rows) - len(failing)} of {len(rows)} cells.\n"

@@ -76,7 +76,7 @@ def measured(pages, tmp_path, monkeypatch):
         Arm("sglang", 1): 11.0,
     }
     (folder / "a.json").write_text(json.dumps(make_results(head, concurrency=4)))
-    ngram = {Arm("none"): 10.0, Arm("auto", num_steps=12, draft="ngram"): 9.7}
+    ngram = {Arm("none"): 10.0, Arm("control"): 10.2, Arm("auto", num_steps=12, draft="ngram"): 9.7}
     (folder / "b.json").write_text(json.dumps(make_results(ngram)))
     return pages
 
@@ -93,7 +93,9 @@ def test_the_overview_holds_the_default_against_the_best_of_the_others(measured)
 def test_a_cell_below_its_floor_is_named(measured):
     text = measured.never_slower()
     assert text.startswith("At least 0.98 of no speculation in 1 of 2 cells.")
-    assert "- ngram, sharegpt, temperature 0, concurrency 1: 0.97" in text
+    assert "- ngram, sharegpt, temperature 0, concurrency 1: 0.97" in text and text.endswith(
+        "server without speculation 1.02\n"
+    )
     assert "0.97" in measured.render("<!-- results: never-slower -->\nold\n<!-- end -->\n")
     page = measured.render_folder("real-text")
     assert "](a.json)" in page and "**fails**: automatic capacity at least 0.98 of no speculation" in page
