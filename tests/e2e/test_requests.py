@@ -111,4 +111,4 @@ def test_no_slot_idles_while_requests_wait(servers, overlap, mixed_prompts):
     running = np.unique(steps[steps < last_start], return_counts=True)[1]
     running = running[(running == MAX_RUNNING).argmax() :]
     assert len(running) > 20
-    assert running.mean() > 0.98 * MAX_RUNNING
+    assert running.mean() > 0.95 * MAX_RUNNING
