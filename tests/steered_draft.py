@@ -18,7 +18,7 @@ LAYER_IDS = (0, 2, 3)
 def make_steered(target: LlamaForCausalLM, strength: float = 0.006) -> SteeredDraft:
     """With bfloat16's values; strength: of each weight."""
     weight = target.model.embed_tokens.weight.detach()
-    draft = steer_draft(PAIR / "draft", LAYER_IDS, weight, weight).eval()
+    draft = steer_draft(LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32), LAYER_IDS, weight, weight).eval()
     generator = torch.Generator().manual_seed(3)
     for matrix in (draft.read_target.weight, draft.steer.weight):
         matrix.copy_((strength * torch.randn(matrix.shape, generator=generator)).bfloat16())

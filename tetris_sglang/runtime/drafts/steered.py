@@ -17,14 +17,12 @@ from torch import Tensor
 class SteeredLlamaForCausalLM(LlamaForCausalLM):
     """See the module. Embedding and output layer are its own."""
 
-    hot_token_id, load_lm_head_from_target = None, False
-
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         num_read = len(config.eagle_config["eagle_aux_hidden_state_layer_ids"])
-        self._vector_size, layers = config.steering_size, self.model.layers
+        self._vector_size, layers = config.hidden_size, self.model.layers
         self.read_target = ReplicatedLinear(num_read * config.target_hidden_size, self._vector_size, bias=False)
-        self.steer = ReplicatedLinear(self._vector_size, len(layers) * config.hidden_size, bias=False)
+        self.steer = ReplicatedLinear(self._vector_size, len(layers) * self._vector_size, bias=False)
         self._pushes: tuple[Tensor, ...] = ()
         for index, layer in enumerate(layers):
             layer.mlp.register_forward_pre_hook(lambda _module, args, index=index: self._push(index, *args))

@@ -235,9 +235,9 @@ def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]
 
 def _find_student(options: Options, teacher: Teacher, learnt: Sequence[Text]) -> StandaloneStudent | HeadStudent:
     vocabulary = _frequent_tokens(learnt, teacher.vocab_size, options.vocabulary)
+    layer_ids = list(options.layer_ids) if options.layer_ids is not None else default_layer_ids(teacher.folder)
     if not options.is_fresh:
         if options.steer:
-            layer_ids = list(options.layer_ids) if options.layer_ids is not None else default_layer_ids(teacher.folder)
             return steer_student(Path(options.draft), teacher, layer_ids)
         student = load_student(Path(options.draft), teacher)
         if student.is_block:
@@ -247,7 +247,7 @@ def _find_student(options: Options, teacher: Teacher, learnt: Sequence[Text]) ->
     return make_student(
         options.draft,
         teacher,
-        layer_ids=list(options.layer_ids) if options.layer_ids is not None else default_layer_ids(teacher.folder),
+        layer_ids=layer_ids,
         vocabulary=vocabulary,
         intermediate=options.intermediate or config.intermediate_size,
         chain=options.chain,

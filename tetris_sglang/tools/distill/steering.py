@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from tetris_sglang.tools.distill.heads import Head, Layer, RmsNorm, TargetStates, count_chains, join_layers
 
@@ -38,8 +37,8 @@ class SteeredDraft(Head):
         self.model.layers = nn.ModuleList(layers)
         self.model.norm = RmsNorm(hidden, eps)
         self.lm_head = None if config["tie_word_embeddings"] else nn.Linear(hidden, config["vocab_size"], bias=False)
-        self.read_target = nn.Linear(len(self.layer_ids) * config["target_hidden_size"], config["steering_size"], bias=False)
-        self.steer = nn.Linear(config["steering_size"], len(layers) * hidden, bias=False)
+        self.read_target = nn.Linear(len(self.layer_ids) * config["target_hidden_size"], hidden, bias=False)
+        self.steer = nn.Linear(hidden, len(layers) * hidden, bias=False)
         nn.init.zeros_(self.steer.weight)
 
     def features(self, states: TargetStates) -> Tensor:
@@ -82,21 +81,20 @@ def steer_config(config: dict[str, Any], target_hidden_size: int, layer_ids: Seq
         "architectures": [SteeredDraft.architecture],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids), "use_aux_hidden_state": True},
         "target_hidden_size": target_hidden_size,
-        "steering_size": config["hidden_size"],
+        "dtype": "bfloat16",
     }
 
 
-def steer_draft(folder: Path, layer_ids: Sequence[int], embedding: Tensor, lm_head: Tensor) -> SteeredDraft:
+def steer_draft(model: LlamaForCausalLM, layer_ids: Sequence[int], embedding: Tensor, lm_head: Tensor) -> SteeredDraft:
     """A standalone draft that is steered nowhere yet.
 
     Args:
-        folder: of the draft. embedding, lm_head: the target's.
+        embedding, lm_head: the target's.
     """
-    config = json.loads((folder / "config.json").read_text())
-    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    draft = SteeredDraft(steer_config(config, embedding.shape[1], layer_ids), embedding, lm_head)
-    weights = {name: w.float() for path in sorted(folder.glob("*.safetensors")) for name, w in load_file(path).items()}
-    missing, unknown = draft.load_state_dict(weights, strict=False)
-    if unknown or any(not name.startswith(("steer.", "read_target.")) for name in missing):
-        raise ValueError(f"--draft {folder}: {sorted({*missing, *unknown})} missing or unknown")
+    config = steer_config(json.loads(model.config.to_json_string()), embedding.shape[1], layer_ids)
+    draft = SteeredDraft(config, embedding, lm_head)
+    weights = model.state_dict()
+    if draft.lm_head is None:
+        del weights["lm_head.weight"]
+    draft.load_state_dict(weights | {name: value for name, value in draft.state_dict().items() if name not in weights})
     return draft

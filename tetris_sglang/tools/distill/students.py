@@ -213,9 +213,9 @@ def steer_student(draft: Path, teacher: Teacher, layer_ids: list[int]) -> HeadSt
     Raises:
         ValueError: its tokenizer is not the target's, or it is no Llama.
     """
-    StandaloneStudent(draft, teacher)
+    alone = StandaloneStudent(draft, teacher)
     weights = teacher.model.get_input_embeddings().weight.detach(), teacher.model.get_output_embeddings().weight.detach()
-    return HeadStudent(steer_draft(draft, layer_ids, *(weight.float() for weight in weights)))
+    return HeadStudent(steer_draft(alone.model, layer_ids, *(weight.float() for weight in weights)))
 
 
 def _last_norm(teacher: Teacher) -> Tensor:
