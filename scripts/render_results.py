@@ -30,7 +30,10 @@ from tetris_sglang.tools.bench.workloads import Load
 from tetris_sglang.tools.replay import GOAL, RULES
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/acceptance.md", "docs/compatibility.md", "docs/results.md", "docs/paper.md", "docs/replay.md")
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("acceptance", "compatibility", "lessons", "results", "paper", "replay")),
+)
 QUESTIONS = {
     "real-text": "Is serving faster with TETRIS, on a real model and real prompts, with answers of unlike lengths?",
     "equal-lengths": "The same with all answers of one length, as a control: such requests flatter no speculation.",
@@ -38,13 +41,20 @@ QUESTIONS = {
     "paper": "The paper's tables: k verified, extra drafts, batch.",
     "replay": "How good is the choice of drafts on recorded steps, up to an oracle?",
     "acceptance": "How far is each rule of acceptance from what is possible?",
-    "simulation": "Does the simulator predict what servers do?",
     "models": "Which families of models have been served, and which are refused?",
     "gpu": "On a GPU: is it faster on real text, at the cost of an 8B model?",
     "kernels": "What do the small steps of TETRIS cost?",
 }
 """Folder -> what it answers."""
 NOT_MEASURED = "Not measured yet.\n"
+COMPARES_RULES = "rules"
+"""How files end that compare rules of acceptance."""
+VARIANTS = {
+    "": "as by default",
+    "calibration=off": "without calibration and matches",
+    "shared-texts=on": "with other requests' texts, too",
+}
+CHAINS = "without runners-up"
 LEAST = 0.98
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -132,10 +142,10 @@ def overview(folder: str) -> Callable[[], str]:
             text = f"{ours} loses{theirs}" if row.ours.throughput.loses else f"{ours}{theirs}"
             cells.setdefault((row.draft, row.workload, row.temperature), {})[row.load] = text
         return table(
-            ["draft", "prompts", "temperature", *(f"{load.value:g} in flight" for load in loads)],
+            ["draft", "prompts", "temperature", *name_loads(loads)],
             [
                 [draft, workload, f"{temperature:g}", *(found.get(load, "") for load in loads)]
-                for (draft, workload, temperature), found in cells.items()
+                for (draft, workload, temperature), found in sorted(cells.items())
             ],
         )
 
@@ -269,21 +279,45 @@ def acceptance_speed() -> str:
     """Throughput of every rule and shape by load, from `ablations/*rules.json`."""
     rows, loads = [], []
     for comparison in read_comparisons("ablations"):
-        if not comparison.path.stem.endswith("rules"):
+        if not comparison.path.stem.endswith(COMPARES_RULES):
             continue
-        loads = list(dict.fromkeys(cell.load for cell in comparison.cells))
+        loads = find_loads(comparison)
         temperatures = dict.fromkeys(cell.temperature for cell in comparison.cells)
         for temperature, (name, arm) in product(temperatures, comparison.arms.items()):
             if arm.family != "auto":
                 continue
             rule = arm.variant.removeprefix("acceptance=") or "coupled"
             shape = "chains" if arm.num_draft_tokens or rule == "block" else "chains with runners-up"
-            found = {cell.load: cell for cell in comparison.cells if (cell.arm, cell.temperature) == (name, temperature)}
-            texts = [f"{found[load].throughput.median:.2f}" if load in found else "" for load in loads]
-            rows.append([f"{temperature:g}", rule, shape, *texts])
-    if not rows:
-        return NOT_MEASURED
-    return table(["temperature", "rule", "shape", *(f"{load.value:g} in flight" for load in loads)], rows)
+            rows.append([f"{temperature:g}", rule, shape, *find_throughputs(comparison, name, temperature, loads)])
+    return table(["temperature", "rule", "shape", *name_loads(loads)], rows) if rows else NOT_MEASURED
+
+
+def ablations() -> str:
+    """Throughput of the default with one feature switched, by load, from the other files of `ablations`."""
+    rows, loads = [], []
+    for comparison in read_comparisons("ablations"):
+        if comparison.path.stem.endswith(COMPARES_RULES):
+            continue
+        loads = find_loads(comparison)
+        for name, arm in comparison.arms.items():
+            if arm.family == "auto":
+                what = CHAINS if arm.num_draft_tokens else VARIANTS[arm.variant]
+                rows.append([arm.draft, what, *find_throughputs(comparison, name, 0.0, loads)])
+    return table(["draft", "", *name_loads(loads)], rows) if rows else NOT_MEASURED
+
+
+def find_loads(comparison: Comparison) -> list[Load]:
+    return list(dict.fromkeys(cell.load for cell in comparison.cells))
+
+
+def name_loads(loads: Sequence[Load]) -> list[str]:
+    return [f"{load.value:g} in flight" for load in loads]
+
+
+def find_throughputs(comparison: Comparison, arm: str, temperature: float, loads: Sequence[Load]) -> list[str]:
+    """Of an arm by load; empty where it was not measured."""
+    found = {cell.load: cell for cell in comparison.cells if (cell.arm, cell.temperature) == (arm, temperature)}
+    return [f"{found[load].throughput.median:.2f}" if load in found else "" for load in loads]
 
 
 def families() -> str:
@@ -344,6 +378,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "acceptance-rates": acceptance_rates,
     "acceptance-served": acceptance_served,
     "acceptance-speed": acceptance_speed,
+    "ablations": ablations,
     "families": families,
     "servers": servers,
 }

@@ -102,6 +102,26 @@ def test_a_cell_below_its_floor_is_named(measured):
     assert "[real-text](real-text/README.md)" in measured.render_index()
 
 
+def test_each_feature_stands_beside_the_default(pages, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    (tmp_path / "ablations").mkdir()
+    speeds = {
+        Arm("none"): 10.0,
+        Arm("auto", num_steps=6): 13.0,
+        Arm("auto", num_steps=6, num_draft_tokens=7): 12.0,
+        Arm("auto", num_steps=6, variant="calibration=off"): 11.0,
+    }
+    (tmp_path / "ablations" / "sharegpt.json").write_text(json.dumps(make_results(speeds)))
+    rules = {Arm("none"): 10.0, Arm("auto", num_steps=6, variant="acceptance=block"): 9.0}
+    (tmp_path / "ablations" / "sharegpt-rules.json").write_text(json.dumps(make_results(rules, temperature=0.7)))
+    assert pages.ablations().splitlines()[2:] == [
+        "| eagle3 | as by default | 1.30 |",
+        "| eagle3 | without runners-up | 1.20 |",
+        "| eagle3 | without calibration and matches | 1.10 |",
+    ]
+    assert pages.acceptance_speed().splitlines()[2:] == ["| 0.7 | block | chains | 0.90 |"]
+
+
 def test_what_was_not_measured_is_said(pages, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     for name, block in pages.BLOCKS.items():

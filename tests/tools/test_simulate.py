@@ -26,7 +26,6 @@ from tetris_sglang.capacity import (
 from tetris_sglang.selection import select_prefixes
 from tetris_sglang.tools.cli import app
 from tetris_sglang.tools.simulate.costs import (
-    Calibration,
     count_kv_tokens,
     fill_curve,
     load_pass_times,
@@ -210,12 +209,11 @@ CONSTANT = PassTimes({1: 0.02, 64: 0.02}, {1: 0.001}, {1: 0.001})
 
 
 def test_plain_decoding_at_constant_cost():
-    """B tokens per step of t seconds, prefill apart."""
+    """B tokens per step of t seconds; a prefill of all, as long as a step, comes once in 2000."""
     setup = make_setup(users=16, max_running=16, warm_up=16, chunk_tokens=10**5)
     one = make_class(prompt_len=Lengths.parse(1, ""), output_len=Lengths.parse("2000", ""))
     requests = draw_requests([one], 64, seed=0)
-    free = Calibration(host_s=0.0, prefill_scale=1e-9)
-    counts, _ = serve("none", setup, [one], requests, passes=CONSTANT, calibration=free)
+    counts, _ = serve("none", setup, [one], requests, passes=CONSTANT, host_s=0.0)
     assert counts.tokens / counts.window_s == pytest.approx(16 / 0.02, rel=1e-3)
 
 
@@ -245,7 +243,7 @@ def test_prefill_holds_decoding_up():
     one = make_class(prompt_len=Lengths.parse(150, ""), output_len=Lengths.parse(10, ""))
     setup = make_setup(chunk_tokens=100)
     requests = draw_requests([one], 2, seed=0, arrival_s=np.array([0.0, 0.075]))
-    costs = costs_for(setup, CONSTANT, calibration=Calibration(host_s=0.0))
+    costs = costs_for(setup, CONSTANT, host_s=0.0)
     plans = make_plans("none", costs, [one], max_running=64)
     _, times = simulate_fleet(requests, join_rows([one]), costs, plans, setup)
     # Prefills end at 40 ms; a step ends at 60 and 80; then two chunks until 120; eight more steps.

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from tetris_sglang.tools.simulate import report
 from tetris_sglang.tools.simulate.costs import (
-    Calibration,
     StepCosts,
     count_kv_tokens,
     load_pass_times,
@@ -158,7 +157,7 @@ def simulate(
         max_running=max_running,
         num_drafts=table.codes.shape[1],
         chunk_tokens=chunk_tokens,
-        calibration=Calibration(host_s=None if host_ms is None else host_ms / 1e3),
+        host_s=None if host_ms is None else host_ms / 1e3,
     )
     setup = Setup(replicas, ROUTERS.index(router), max_running, chunk_tokens, kv_tokens, 0, 0)
     scenario = Scenario(kinds, table, costs, setup, arrivals, burstiness, requests, seed)

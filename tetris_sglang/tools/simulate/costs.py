@@ -1,7 +1,7 @@
 """What a step costs, as tables over rows and batch sizes.
 
     decode  = target(rows) + [depth > 0] (window(batch) + (depth - 1) branch(batch)) + context(KV tokens) + host(batch)
-    prefill = target(tokens) + draft(tokens) if drafts are served + host
+    prefill = target(tokens) + [a draft is served] branch(tokens)
 
 as docs/capacity.md has it. The passes' times were timed by a server (`load_pass_times`) or come from a roofline
 (`model_passes`), which nobody has measured.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,51 +58,25 @@ def passes_s(costs: StepCosts, batch: int, rows, depth, is_hidden: bool):
     return np.minimum(in_turn_s, 2 * np.maximum(costs.target_s[(rows + 1) // 2], draft_s))
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What timed passes do not contain; fitted to one measured setting, or left at what is assumed.
-
-    pace: of all passes, against what was timed.
-    row_pace: of what the target's pass takes longer than with one row: work that is bound by arithmetic suffers otherwise from
-        whatever else the machine does than work that is bound by memory.
-    host_s: of a decoding step. None: HOST_SHARE of the target's pass.
-    prefill_s: of every prefill batch, beyond the passes.
-    prefill_scale: prefill of n tokens against a verification pass of n rows.
-    """
-
-    pace: float = 1.0
-    row_pace: float = 1.0
-    host_s: float | None = None
-    prefill_s: float = 0.0
-    prefill_scale: float = 1.0
-
-
 def make_costs(
-    passes: PassTimes,
-    *,
-    max_running: int,
-    num_drafts: int,
-    chunk_tokens: int,
-    calibration: Calibration = Calibration(),
+    passes: PassTimes, *, max_running: int, num_drafts: int, chunk_tokens: int, host_s: float | None = None
 ) -> StepCosts:
-    """Tables for batches up to `max_running`, up to `num_drafts` of each request verified."""
+    """Tables for batches up to `max_running`, up to `num_drafts` of each request verified.
+
+    Args:
+        host_s: of a decoding step. None: HOST_SHARE of the target's pass.
+    """
     if not passes.target_s:
         raise ValueError("the pass times hold no target pass")
-    pace = calibration.pace
-    timed_s = fill_curve(passes.target_s, max(max_running * (num_drafts + 1), chunk_tokens))
-    target_s = pace * (timed_s[1] + calibration.row_pace * (timed_s - timed_s[1]))
-    if calibration.host_s is None:
-        host_s = HOST_SHARE * target_s[: max_running + 1]
-    else:
-        host_s = np.full(max_running + 1, calibration.host_s)
+    target_s = fill_curve(passes.target_s, max(max_running * (num_drafts + 1), chunk_tokens))
     return StepCosts(
         target_s=target_s,
-        window_s=pace * fill_curve(passes.window_s, max_running),
-        branch_s=pace * fill_curve(passes.branch_s, max_running),
-        host_s=host_s,
-        prefill_s=calibration.prefill_s + calibration.prefill_scale * target_s[: chunk_tokens + 1],
-        draft_prefill_s=calibration.prefill_scale * pace * fill_curve(passes.branch_s, chunk_tokens),
-        context_s=pace * float(passes.context_s),
+        window_s=fill_curve(passes.window_s, max_running),
+        branch_s=fill_curve(passes.branch_s, max_running),
+        host_s=HOST_SHARE * target_s[: max_running + 1] if host_s is None else np.full(max_running + 1, host_s),
+        prefill_s=target_s[: chunk_tokens + 1],
+        draft_prefill_s=fill_curve(passes.branch_s, chunk_tokens),
+        context_s=float(passes.context_s),
     )
 
 
