@@ -87,7 +87,9 @@ def _plot_throughput(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None
     ticks = sorted({c.load.value for c in cells})
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set(xlabel=cells[0].load.unit, ylabel="ratio to no speculation (median, smallest..largest)")
-    axis.legend(fontsize=7)
+    # Many names would hide what they name.
+    beside = {} if len(names) <= 6 else {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3}
+    axis.legend(fontsize=7, **beside)
 
 
 def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
@@ -111,6 +113,7 @@ def _plot_success(axis, cells: Sequence[Cell], arms: dict[str, dict]) -> None:
             color=colour,
             marker=marker,
             linestyle=line,
+            alpha=1 / max(1, extra),
             label=", ".join(parts),
         )
     axis.set(
