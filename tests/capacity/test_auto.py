@@ -196,6 +196,12 @@ def test_a_new_server_is_fast_whatever_its_first_texts_are():
     assert np.sort(speeds)[2] > plain
 
 
+def test_a_new_server_takes_no_lessons_from_a_draft_that_shows_its_uselessness():
+    """Its first 200 tokens for one request, with a draft whose passes cost a tenth of the target's."""
+    speeds = [Server(0.05, has_luck=True, seed=seed).run(make_auto(), [1] * 200)[0] for seed in range(20)]
+    assert np.mean(speeds) > 0.98 * speed_of(0.05, 1, StepPlan(0, 0))
+
+
 def test_a_useless_draft_is_left_alone():
     speed, plans = Server(0.02).run(make_auto(), [16] * 2000)
     plain, _ = Server(0.02).run(Fixed(0, 0.0), [16] * 100)

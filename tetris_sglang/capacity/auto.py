@@ -44,7 +44,8 @@ _FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE, _MIN_ALLOWANCE = 0.5, 8.0, 1
 how far a slow step can take it."""
 _FIRST_LESSONS = 3.0
 """Plain steps, times their requests, that a new server may lose besides: so much has to be seen of a draft to judge it."""
-
+_WORTH_A_LESSON = 0.95
+"""The expected gain below which it is judged already: bad luck and step times a little off do not look like that."""
 
 _PROBED_DEPTH = 1
 """Where plain decoding looks at the draft: the first tokens say whether it is of use, and deeper ones cost a pass each."""
@@ -171,7 +172,8 @@ class AutoCapacity:
         self._allowance += accepted / batch_size
 
     def _charge(self, plain_steps: float, batch_size: int) -> None:
-        lesson = min(max(plain_steps, 0.0), self._lessons / batch_size)
+        is_open = self.expected_gain > _WORTH_A_LESSON
+        lesson = min(max(plain_steps, 0.0), self._lessons / batch_size) if is_open else 0.0
         self._lessons -= lesson * batch_size
         self._allowance = max(self._allowance + lesson - plain_steps, _MIN_ALLOWANCE)
 
