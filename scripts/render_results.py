@@ -114,13 +114,19 @@ class Row(NamedTuple):
     """A second server without speculation."""
 
 
+def is_default(arm: Arm) -> bool:
+    """Whether nothing is set that an ablation sets."""
+    return arm.family == "auto" and not arm.variant and not arm.num_draft_tokens
+
+
 def compare_default(folder: str) -> Iterator[Row]:
     for comparison in read_comparisons(folder):
         places = dict.fromkeys((cell.temperature, cell.load) for cell in comparison.cells)
         drafts = dict.fromkeys(arm.draft for arm in comparison.arms.values() if arm.family == "auto")
         for draft in drafts:
             for temperature, load in places:
-                ours = best(comparison.find(temperature, load, draft, "auto"))
+                autos = comparison.find(temperature, load, draft, "auto")
+                ours = best([cell for cell in autos if is_default(comparison.arms[cell.arm])])
                 theirs = best(comparison.find(temperature, load, draft, "sglang", "adaptive"))
                 control = best(comparison.find(temperature, load, Arm(CONTROL).draft, CONTROL))
                 if ours is not None:
@@ -173,7 +179,7 @@ def paper(draw: Callable[[Cell, Cell], str], title: str) -> Callable[[], str]:
     def render() -> str:
         blocks = []
         for comparison in read_comparisons("paper"):
-            for load in dict.fromkeys(cell.load for cell in comparison.cells):
+            for load in find_loads(comparison):
                 rows = []
                 for k in sorted({arm.k for arm in comparison.arms.values() if arm.family == "sglang"}):
                     own = comparison.find(0.0, load, "eagle3", "sglang", "tetris")

@@ -1,7 +1,7 @@
 """What a step costs, as tables over rows and batch sizes.
 
     decode  = target(rows) + [depth > 0] (window(batch) + (depth - 1) branch(batch)) + context(KV tokens) + host(batch)
-    prefill = target(tokens) + [a draft is served] branch(tokens)
+    prefill = target(tokens) + [a draft is served] branch(tokens) + host(1)
 
 as docs/capacity.md has it. The passes' times were timed by a server (`load_pass_times`) or come from a roofline
 (`model_passes`), which nobody has measured.
@@ -26,17 +26,13 @@ class StepCosts(NamedTuple):
     """Seconds by size, from 0; arrays so that compiled code can read them."""
 
     target_s: np.ndarray
-    """[max_running * (num_drafts + 1) + 1], by rows."""
+    """By rows, of a verified batch or a prefill."""
     window_s: np.ndarray
     """[max_running + 1], a draft's first pass by batch size."""
     branch_s: np.ndarray
-    """[max_running + 1], each further pass."""
+    """Each further pass by batch size, and the draft's own prefill by tokens."""
     host_s: np.ndarray
     """[max_running + 1], the scheduler's work per decoding step."""
-    prefill_s: np.ndarray
-    """[chunk_tokens + 1], a prefill batch without drafts."""
-    draft_prefill_s: np.ndarray
-    """[chunk_tokens + 1], what the draft's own prefill adds."""
     context_s: float
     """Per token in the KV cache of the batch."""
 
@@ -72,10 +68,8 @@ def make_costs(
     return StepCosts(
         target_s=target_s,
         window_s=fill_curve(passes.window_s, max_running),
-        branch_s=fill_curve(passes.branch_s, max_running),
+        branch_s=fill_curve(passes.branch_s, max(max_running, chunk_tokens)),
         host_s=HOST_SHARE * target_s[: max_running + 1] if host_s is None else np.full(max_running + 1, host_s),
-        prefill_s=target_s[: chunk_tokens + 1],
-        draft_prefill_s=fill_curve(passes.branch_s, chunk_tokens),
         context_s=float(passes.context_s),
     )
 

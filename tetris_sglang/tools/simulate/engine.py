@@ -312,9 +312,9 @@ def _simulate(requests, table, costs, plans, setup, times):
                 request = behind[request]
             size = setup.chunk_tokens - budget
             if size > 0:
-                seconds = costs.prefill_s[size] + costs.host_s[1]
+                seconds = costs.target_s[size] + costs.host_s[1]
                 if plans.has_draft:
-                    seconds += costs.draft_prefill_s[size]
+                    seconds += costs.branch_s[size]
                 doing[r], joining[r] = _PREFILL, joins
             elif num_running[r] > 0:
                 batch = num_running[r]

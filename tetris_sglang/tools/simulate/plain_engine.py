@@ -114,8 +114,8 @@ def _begin_step(replica, requests, table, costs, plans, setup, now) -> None:
         replica.prefilled = 0
     tokens = setup.chunk_tokens - budget
     if tokens:
-        seconds = costs.prefill_s[tokens] + costs.host_s[1]
-        seconds += costs.draft_prefill_s[tokens] if plans.has_draft else 0.0
+        seconds = costs.target_s[tokens] + costs.host_s[1]
+        seconds += costs.branch_s[tokens] if plans.has_draft else 0.0
         replica.step = (float(seconds), joins, None)
     elif replica.running:
         replica.step = _plan_decode(replica, table, costs, plans)
