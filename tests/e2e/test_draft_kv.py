@@ -86,7 +86,7 @@ def test_retraction_and_resumption_are_exact(plain, perfect, success_rate, mixed
     before = perfect.tetris_state()
     retractions_before = _count_retractions(perfect)
     expected = plain.generate_all(mixed_prompts[:14], **params)
-    actual = perfect.generate_all(mixed_prompts[:14], **params)
+    actual = perfect.generate_together(mixed_prompts[:14], **params)
     assert _count_retractions(perfect) > retractions_before, "the pool was large enough: nothing was tested"
     assert texts(actual) == texts(expected)
     assert success_rate(before, perfect.tetris_state()) > 0.92
@@ -163,7 +163,7 @@ def test_retraction_shows_nowhere(plain, cramped, mixed_prompts, request):
     cramped.flush_cache()
     before, retractions_before = cramped.tetris_state(), _count_retractions(cramped)
     expected = plain.generate_all(mixed_prompts[:14], **params)
-    assert texts(cramped.generate_all(mixed_prompts[:14], **params)) == texts(expected)
+    assert texts(cramped.generate_together(mixed_prompts[:14], **params)) == texts(expected)
     after = cramped.tetris_state()
     assert _count_retractions(cramped) > retractions_before, "the pool was large enough: nothing was tested"
     accepted, selected = (after[f"{n}_tokens"] - before[f"{n}_tokens"] for n in ("accepted", "selected"))
@@ -178,7 +178,7 @@ def test_penalties_go_on_counting_after_a_retraction(plain, cramped, mixed_promp
     cramped.flush_cache()
     retractions_before = _count_retractions(cramped)
     expected = plain.generate_all(mixed_prompts[:18], **params)
-    assert texts(cramped.generate_all(mixed_prompts[:18], **params)) == texts(expected)
+    assert texts(cramped.generate_together(mixed_prompts[:18], **params)) == texts(expected)
     assert _count_retractions(cramped) > retractions_before, "the pool was large enough: nothing was tested"
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -124,6 +125,18 @@ def test_human_eval_is_asked_as_a_chat(tmp_path):
     (prompt,) = prompts.read_human_eval(tmp_path)
     assert prompt.text == "Complete this Python function:\n\ndef f(x):\n    ..."
     assert prompt.kind == "humaneval"
+
+
+def test_functions_of_a_library_are_asked_by_their_heads(tmp_path):
+    head = 'def solve(self, task):\n    """Solve it.\n\n    Slowly.\n    """'
+    indented = textwrap.indent(head, "    ")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "of.py").write_text(f"{head}\n    return None\n")
+    (tmp_path / "old.py").write_text("print 'of another Python'\n")
+    (tmp_path / "some.py").write_text(f'class A:\n{indented}\n        return 1\n\ndef short():\n    """One line."""\n')
+    (prompt,) = prompts.read_functions(tmp_path)
+    assert prompt == prompts.Prompt("some.py:2", "functions", f"Complete this Python function:\n\n{head}")
+    assert len(prompts.read_functions()) > 1000
 
 
 def test_the_projects_own_questions_are_of_unlike_kinds():

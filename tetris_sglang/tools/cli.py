@@ -113,8 +113,8 @@ def distill(
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help='Answered by the target: a file with a line each, {"text": "a question"}; or sharegpt, humaneval, questions. '
-            "Several."
+            help='Answered by the target: a file with a line each, {"text": "a question"}; or sharegpt, humaneval, functions, '
+            "questions. Several."
         ),
     ] = None,
     traffic: Annotated[

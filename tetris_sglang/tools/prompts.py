@@ -1,13 +1,16 @@
-"""Real prompts: HumanEval (MIT), ShareGPT's conversations, and the project's own questions.
+"""Real prompts: HumanEval (MIT), ShareGPT's conversations, functions of Python's own library, and the project's questions.
 
-ShareGPT and HumanEval are fetched where they are used (`fetch.py`) and never part of the repository.
+ShareGPT and HumanEval are fetched where they are used (`fetch.py`), the functions are read where Python is installed; none of
+them is part of the repository.
 """
 
 from __future__ import annotations
 
+import ast
 import gzip
 import hashlib
 import json
+import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -32,9 +35,41 @@ def read_human_eval(cache: Path | None = None) -> list[Prompt]:
     """All 164 problems, as a chat: the head of a function to complete."""
     lines = gzip.decompress(fetch(HUMAN_EVAL, cache).read_bytes()).decode().splitlines()
     return [
-        Prompt(problem["task_id"], "humaneval", f"Complete this Python function:\n\n{problem['prompt'].strip()}")
+        Prompt(problem["task_id"], "humaneval", _ask_for_function(problem["prompt"].strip()))
         for problem in map(json.loads, lines)
     ]
+
+
+def _ask_for_function(head: str) -> str:
+    return f"Complete this Python function:\n\n{head}"
+
+
+def read_functions(library: Path | None = None) -> list[Prompt]:
+    """Heads of the functions of Python's own library that say in two lines or more what they do, as HumanEval's problems.
+
+    Args:
+        library: folder of modules; None: the running Python's.
+    """
+    library = library or Path(sysconfig.get_path("stdlib"))
+    prompts: dict[str, Prompt] = {}
+    for path in sorted(library.rglob("*.py")):
+        if {"site-packages", "test", "tests", "idlelib", "lib2to3"}.isdisjoint(path.relative_to(library).parts):
+            prompts |= {prompt.text: prompt for prompt in _read_heads(path, str(path.relative_to(library)))}
+    # Not module by module: a part of them is of all.
+    return sorted(prompts.values(), key=lambda prompt: hashlib.sha1(prompt.id.encode()).hexdigest())
+
+
+def _read_heads(path: Path, module: str) -> Iterator[Prompt]:
+    try:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # Python 2's, and those of other encodings
+        return
+    lines = source.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and "\n" in (ast.get_docstring(node) or ""):
+            head = "\n".join(line[node.col_offset :] for line in lines[node.lineno - 1 : node.body[0].end_lineno])
+            yield Prompt(f"{module}:{node.lineno}", "functions", _ask_for_function(head))
 
 
 def read_sharegpt(split: str, cache: Path | None = None) -> list[Prompt]:

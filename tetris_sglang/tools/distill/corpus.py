@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tetris_sglang.tools.fetch import NotFetched
-from tetris_sglang.tools.prompts import TRAINING, read_human_eval, read_questions, read_sharegpt
+from tetris_sglang.tools.prompts import TRAINING, read_functions, read_human_eval, read_questions, read_sharegpt
 from tetris_sglang.tools.server_process import ServerProcess
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ def read_texts(path: Path, *, vocab_size: int, max_tokens: int, min_output_token
 NAMED = {
     "sharegpt": lambda: read_sharegpt(TRAINING),
     "humaneval": read_human_eval,
+    "functions": read_functions,
     "questions": read_questions,
 }
 """Prompts that are fetched, or shipped."""
