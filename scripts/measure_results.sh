@@ -43,3 +43,19 @@ measure ablations/sharegpt --arms none,auto --drafts eagle3 --num-draft-tokens 7
 # Which rule of acceptance, and runners-up or not.
 measure ablations/sharegpt-rules --arms none,auto --drafts eagle3 --temperature 0.7,1 --num-draft-tokens 7 \
     --variants acceptance=rejection,acceptance=block --concurrency 1,4,16
+
+draft() { # NAME of scripts/train_drafts.sh, its kind, prompts, then options of `tetris-sglang bench`
+    local name=$1 kind=$2 prompts=$3
+    shift 3
+    if [ ! -e "build/drafts/$name/metrics.json" ]; then
+        echo "drafts/$name: scripts/train_drafts.sh makes it"
+        return
+    fi
+    measure "drafts/$name" --drafts "$kind" --draft "$kind=build/drafts/$name" --workload "$prompts" --concurrency 1,4 \
+        --temperature 0,0.7 "$@"
+}
+
+draft head-code eagle3 humaneval --arms none,auto
+draft pruned-longer standalone sharegpt --arms none,auto,sglang --k 1
+draft pruned-steered standalone sharegpt --arms none,auto
+draft dflash dflash sharegpt --arms none,auto,full --k 4 --extra 1 --capacity-tokens none --num-steps 5

@@ -32,12 +32,13 @@ from tetris_sglang.tools.replay import GOAL, RULES
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("acceptance", "compatibility", "lessons", "results", "paper", "replay")),
+    *(f"docs/{name}.md" for name in ("acceptance", "compatibility", "distill", "lessons", "results", "paper", "replay")),
 )
 QUESTIONS = {
     "real-text": "Is serving faster with TETRIS, on a real model and real prompts, with answers of unlike lengths?",
     "equal-lengths": "The same with all answers of one length, as a control: such requests flatter no speculation.",
     "ablations": "What is each feature worth on real text?",
+    "drafts": "What does a draft gain by distillation, on another domain, and by being steered?",
     "paper": "The paper's tables: k verified, extra drafts, batch.",
     "replay": "How good is the choice of drafts on recorded steps, up to an oracle?",
     "acceptance": "How far is each rule of acceptance from what is possible?",
@@ -55,6 +56,14 @@ VARIANTS = {
     "shared-texts=on": "with other requests' texts, too",
 }
 CHAINS = "without runners-up"
+TRAINED = {
+    "head-code": "the shipped head, on Python's functions",
+    "pruned": "four of the target's layers",
+    "pruned-longer": "the same, 80 steps more",
+    "pruned-steered": "the same, 80 steps more, steered",
+    "dflash": "a new DFlash draft",
+}
+"""What scripts/train_drafts.sh makes."""
 LEAST = 0.98
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -312,6 +321,38 @@ def ablations() -> str:
     return table(["draft", "", *name_loads(loads)], rows) if rows else NOT_MEASURED
 
 
+def trainings() -> str:
+    """What `distill` found on texts that were kept back, before and after."""
+    rows = []
+    for name, what in TRAINED.items():
+        if (found := read_data(f"drafts/{name}-training.json")) is None:
+            continue
+        before, after = found["before"], found["after"]
+        accepted = [
+            (f"{before[temperature]['overall']['mean']:.2f} " if before else "")
+            + f"\u2192 {after[temperature]['overall']['mean']:.2f}"
+            for temperature in sorted(after)
+        ]
+        costs = [f"{found['steps']}", f"{found['seconds'] / 60:.0f}", f"{found['peak_memory_gb']:.1f}"]
+        rows.append([what, f"{found['parameters'] / 1e6:.1f}", *costs, *accepted])
+    header = ["draft", "M parameters", "steps", "minutes", "GB", "temperature 0", "0.7", "1"]
+    return table(header, rows) if rows else NOT_MEASURED
+
+
+def trained_speed() -> str:
+    """Throughput with these drafts over no speculation, automatic capacity and others, by load."""
+    rows, loads = [], []
+    for comparison in read_comparisons("drafts"):
+        loads = find_loads(comparison)
+        temperatures = dict.fromkeys(cell.temperature for cell in comparison.cells)
+        for temperature, (name, arm) in product(temperatures, comparison.arms.items()):
+            if arm.family != "none":
+                served = "TETRIS" if arm.family == "auto" else name
+                throughputs = find_throughputs(comparison, name, temperature, loads)
+                rows.append([TRAINED[comparison.path.stem], comparison.workload, f"{temperature:g}", served, *throughputs])
+    return table(["draft", "prompts", "temperature", "served by", *name_loads(loads)], rows) if rows else NOT_MEASURED
+
+
 def find_loads(comparison: Comparison) -> list[Load]:
     return list(dict.fromkeys(cell.load for cell in comparison.cells))
 
@@ -385,6 +426,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "acceptance-served": acceptance_served,
     "acceptance-speed": acceptance_speed,
     "ablations": ablations,
+    "trainings": trainings,
+    "trained-speed": trained_speed,
     "families": families,
     "servers": servers,
 }

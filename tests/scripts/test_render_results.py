@@ -134,3 +134,31 @@ def test_what_was_not_measured_is_said(pages, tmp_path, monkeypatch):
 def test_an_unknown_block_is_refused(pages):
     with pytest.raises(KeyError, match="nothing"):
         pages.render("<!-- results: nothing -->\n<!-- end -->\n")
+
+
+def test_trained_drafts_stand_with_what_they_cost_and_gave(pages, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.trainings() == pages.trained_speed() == pages.NOT_MEASURED
+    (tmp_path / "drafts").mkdir()
+
+    def accepted(*means):
+        return {temperature: {"overall": {"mean": mean}} for temperature, mean in zip(("0", "0.7", "1"), means, strict=True)}
+
+    metrics = {"parameters": 7.94e6, "steps": 200, "seconds": 630, "peak_memory_gb": 2.51}
+    learnt = metrics | {"before": accepted(0.7, 0.6, 0.5), "after": accepted(0.91, 0.6, 0.55)}
+    (tmp_path / "drafts" / "head-code-training.json").write_text(json.dumps(learnt))
+    (tmp_path / "drafts" / "dflash-training.json").write_text(
+        json.dumps(metrics | {"before": None, "after": accepted(0.2, 0.1, 0)})
+    )
+    cost = "7.9 | 200 | 10 | 2.5"
+    assert pages.trainings().splitlines()[2:] == [
+        f"| the shipped head, on Python's functions | {cost} | 0.70 \u2192 0.91 | 0.60 \u2192 0.60 | 0.50 \u2192 0.55 |",
+        f"| a new DFlash draft | {cost} | \u2192 0.20 | \u2192 0.10 | \u2192 0.00 |",
+    ]
+    speeds = {Arm("none"): 10.0, Arm("auto", num_steps=6, draft="standalone"): 12.0, Arm("sglang", 1, draft="standalone"): 9.0}
+    (tmp_path / "drafts" / "pruned-steered.json").write_text(json.dumps(make_results(speeds)))
+    own = Arm("sglang", 1, draft="standalone").name
+    assert pages.trained_speed().splitlines()[2:] == [
+        "| the same, 80 steps more, steered | sharegpt | 0 | TETRIS | 1.20 |",
+        f"| the same, 80 steps more, steered | sharegpt | 0 | {own} | 0.90 |",
+    ]

@@ -79,6 +79,8 @@ def test_a_standalone_draft_gets_better(tmp_path, traffic, worse_draft, divergen
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"| 1 | after | {mean(metrics, 'after', '1'):.2f}" in card and divergence in card
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == metrics
+    assert metrics["made_with"]["target"] == "target" and metrics["peak_memory_gb"] > 0.1
+    assert {"commit", "cpu"} <= metrics["provenance"].keys()
 
 
 def test_what_steers_a_draft_is_learnt(tmp_path, traffic, worse_draft):

@@ -24,6 +24,7 @@ Made by `tetris-sglang distill`; this card is rendered from `metrics.json`. No t
 | divergence | {made["divergence"]}, and {made["greedy_share"]:g} of the loss to the likeliest token |
 | steps | {metrics["steps"]}, of {made["batch_tokens"]} tokens in each of {metrics["processes"]} processes |
 | time | {metrics["seconds"] / 60:.0f} minutes |
+| memory | {metrics["peak_memory_gb"]:.1f} GB at most |
 | loss | {metrics["first_loss"]:.3f} at first, {metrics["last_loss"]:.3f} at last |
 
 ## Data

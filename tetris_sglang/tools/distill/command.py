@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from tetris_sglang.tools.bench.results import collect_provenance
 from tetris_sglang.tools.distill.card import render_card
 from tetris_sglang.tools.distill.corpus import Question, Text, read_prompts, read_texts, write_texts
 from tetris_sglang.tools.distill.divergence import DIVERGENCES
@@ -296,15 +298,25 @@ def _summarise_run(
         count["prompt_tokens"] += text.prompt_tokens
         count["output_tokens"] += len(text.token_ids) - text.prompt_tokens
     tail = max(1, len(course.losses) // 20)
+    made_with = course.made_with
     return {
-        "made_with": course.made_with,
+        "provenance": collect_provenance(),
+        "made_with": made_with | {name: Path(made_with[name]).name for name in ("target", "draft")},
         "parameters": sum(p.numel() for p in student.parameters()),
         "steps": course.step,
         "processes": num_processes,
         "seconds": round(course.seconds, 1),
+        "peak_memory_gb": round(_read_peak_memory() / 1e9, 2),
         "first_loss": round(sum(course.losses[:tail]) / tail, 4),
         "last_loss": round(sum(course.losses[-tail:]) / tail, 4),
         "texts": {"learnt": dict(sorted(counts.items())), "held_out": num_judged},
         "before": course.before,
         "after": after,
     }
+
+
+def _read_peak_memory() -> int:
+    """Bytes that this process has taken at most: of its GPU, or of the machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
