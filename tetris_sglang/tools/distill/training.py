@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from tetris_sglang.tools.distill.corpus import Text, pad, steps_of
@@ -63,6 +65,13 @@ def make_optimizers(student: nn.Module, rate: float, uses_muon: bool) -> list[to
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.0),
         torch.optim.AdamW(others, lr=ADAM_RATE_BESIDE_MUON, betas=(0.9, 0.95), weight_decay=0.0),
     ]
+
+
+class InFloat32(TorchFunctionMode):
+    """What torch.optim.Muon would compute in bfloat16, which most CPUs multiply a hundred times slower."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0].clone() if func is Tensor.bfloat16 else func(*args, **(kwargs or {}))
 
 
 def rate_at(step: int, num_steps: int) -> float:
@@ -118,7 +127,8 @@ def train(
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = share * group.setdefault("whole_lr", group["lr"])
-            optimizer.step()
+            with InFloat32() if accelerator.device.type == "cpu" else nullcontext():
+                optimizer.step()
             optimizer.zero_grad()
         loss, right = (float(accelerator.reduce(value.detach(), "mean")) for value in (loss, right))
         if loss != loss:
