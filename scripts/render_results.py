@@ -454,6 +454,9 @@ def render_folder(folder: str) -> str:
     if (table_of_all := overview(folder)()) != NOT_MEASURED:
         parts += ["Output tokens per second over no speculation (in brackets SGLang's own):\n"]
         parts += [table_of_all]
+    for picture in sorted((RESULTS / folder).glob("*.png")):
+        if not picture.with_suffix(".json").exists():  # it is of several
+            parts.append(f"![{picture.stem}]({picture.name})\n")
     comparisons = {comparison.path: comparison for comparison in read_comparisons(folder)}
     for path in sorted((RESULTS / folder).glob("*.json")):
         parts.append(f"## {path.stem}\n")

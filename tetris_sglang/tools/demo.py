@@ -24,7 +24,7 @@ from tetris_sglang.tools.fetch import NotFetched
 from tetris_sglang.tools.load import DraftCounts, count_drafts, flush_cache, generate
 from tetris_sglang.tools.prompts import read_questions, render_chats
 from tetris_sglang.tools.real_model import HEAD, ensure_target
-from tetris_sglang.tools.server_process import ServerFailed, ServerProcess, start_all
+from tetris_sglang.tools.server_process import ServerFailed, ServerProcess, sigterm_as_interrupt, start_all
 
 PROMPTS_AT = {1: 3, 4: 8, 8: 16}
 """Requests in flight -> questions asked."""
@@ -108,7 +108,7 @@ def _run(console: Console, repeats: int, model_path: str | None, head: str | Non
 
     console.rule("2. Three SGLang servers")
     arguments = server_arguments(model_path, head)
-    with ExitStack() as stack:
+    with sigterm_as_interrupt(), ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tetris-demo-")))
         servers = {
             name: ServerProcess(flags, logs / f"{index}.log", start_timeout_s=600)

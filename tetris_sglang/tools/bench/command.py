@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import shlex
-import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +26,7 @@ from tetris_sglang.tools.bench.settings import (
 )
 from tetris_sglang.tools.bench.workloads import LENGTHS, MAX_CHARS, WAVES, WORKLOADS, find_workload
 from tetris_sglang.tools.fetch import NotFetched
+from tetris_sglang.tools.server_process import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from tetris_sglang.tools.bench.results import Results
@@ -250,7 +248,7 @@ def _compare(settings: Settings, out: Path, resume: bool, console: Console) -> R
     groups = group_arms(arms, settings.live_servers)
     workload = find_workload(settings)
     file = ResultsFile(out, settings, arms, resume=resume)
-    with _terminated_as_interrupt(), tempfile.TemporaryDirectory(prefix="tetris-bench-") as name:
+    with sigterm_as_interrupt(), tempfile.TemporaryDirectory(prefix="tetris-bench-") as name:
         folder = Path(name)
         needed = {arm.draft for arm in arms if arm.speculates}
         models = find_models(settings, needed, folder)
@@ -286,13 +284,3 @@ def write_reports(results: Results, json_path: Path) -> list[Path]:
 
 def _has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the servers as Ctrl-C does."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

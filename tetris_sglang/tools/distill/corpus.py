@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from tetris_sglang.tools.fetch import NotFetched
 from tetris_sglang.tools.prompts import TRAINING, read_functions, read_human_eval, read_questions, read_sharegpt
-from tetris_sglang.tools.server_process import ServerProcess
+from tetris_sglang.tools.server_process import ServerProcess, sigterm_as_interrupt
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def write_texts(
     first = count_lines(path)
     if first >= len(questions):
         return
-    with ServerProcess(arguments, log_path) as server, path.open("a", encoding="utf-8") as out:
+    with sigterm_as_interrupt(), ServerProcess(arguments, log_path) as server, path.open("a", encoding="utf-8") as out:
         bar = tqdm(total=len(questions), initial=first, desc=path.stem, unit="text", mininterval=2)
         for begin in range(first, len(questions), PROMPTS_AT_ONCE):
             part = questions[begin : begin + PROMPTS_AT_ONCE]
