@@ -65,5 +65,5 @@ gpu-check: ## every check that needs a GPU, on a GPU host
 
 clean: ## remove caches and logs; .venv stays (rm -rf .venv frees its 10 GB)
 	find . -name .git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
-	rm -rf .pytest_cache .hypothesis .ruff_cache .cache build dist
+	rm -rf .pytest_cache .hypothesis .ruff_cache .mypy_cache .cache build dist
 	find . -maxdepth 1 -name '*.log' -delete

@@ -156,15 +156,23 @@ def overview(folder: str) -> Callable[[], str]:
             ours = f"{row.ours.throughput.median:.2f}"
             text = f"{ours} loses{theirs}" if row.ours.throughput.loses else f"{ours}{theirs}"
             cells.setdefault((row.draft, row.workload, row.temperature), {})[row.load] = text
-        return table(
-            ["draft", "prompts", "temperature", *name_loads(loads)],
-            [
-                [draft, workload, f"{temperature:g}", *(found.get(load, "") for load in loads)]
-                for (draft, workload, temperature), found in sorted(cells.items())
-            ],
+        return (
+            table(
+                ["draft", "prompts", "temperature", *name_loads(loads)],
+                [
+                    [draft, workload, f"{temperature:g}", *(found.get(load, "") for load in loads)]
+                    for (draft, workload, temperature), found in sorted(cells.items())
+                ],
+            )
+            + f"\n{name_commits(folder)}\n"
         )
 
     return render
+
+
+def name_commits(folder: str) -> str:
+    commits = sorted({comparison.results["provenance"]["commit"] for comparison in read_comparisons(folder)})
+    return f"Measured at commit{'s' * (len(commits) > 1)} {', '.join(commits)}."
 
 
 def never_slower() -> str:

@@ -125,7 +125,7 @@ def test_what_is_pure_does_without_sglang():
 ONE_ROLE = {
     "attention": "an attention backend",
     "command": "a command of tetris-sglang",
-    "hooks": "a platform's hooks",
+    "hooks": "what a part of the runtime changes in SGLang",
     "inventory": "a platform's contacts with SGLang",
     "noise": "the noise that draft and target share, in torch and as kernels",
     "report": "what a command writes",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,41 +75,20 @@ def _parse_bool(text: str) -> bool:
         raise ValueError(f"must be one of {', '.join(_BOOLEANS)}") from None
 
 
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
 SELECTION_RULES = ("tetris", "uniform", "random")
-
-
-def _parse_selection(text: str) -> str:
-    if text not in SELECTION_RULES:
-        raise ValueError(f"must be one of {', '.join(SELECTION_RULES)}")
-    return text
-
-
 ACCEPTANCE_RULES = ("coupled", "rejection", "block")
-
-
-def _parse_acceptance(text: str) -> str:
-    if text not in ACCEPTANCE_RULES:
-        raise ValueError(f"must be one of {', '.join(ACCEPTANCE_RULES)}")
-    return text
-
-
 DRAFT_KINDS = ("standalone", "steered", "eagle", "eagle3", "mtp", "dflash", "ngram")
 DRAFTS = ("auto", *DRAFT_KINDS)
-
-
-def _parse_draft(text: str) -> str:
-    if text not in DRAFTS:
-        raise ValueError(f"must be one of {', '.join(DRAFTS)}")
-    return text
-
-
 VERIFY_PLANS = ("device", "host", "eager")
-
-
-def _parse_verify_plan(text: str) -> str:
-    if text not in VERIFY_PLANS:
-        raise ValueError(f"must be one of {', '.join(VERIFY_PLANS)}")
-    return text
 
 
 def _parse_record(text: str) -> Path:
@@ -171,14 +150,14 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "selection",
-        _parse_selection,
+        _one_of(SELECTION_RULES),
         "RULE",
         "TETRIS: which draft tokens are verified: tetris (the most likely to be accepted, batch-wide; default), "
         "uniform (the same number per request) or random. The latter two are baselines for comparisons.",
     ),
     Setting(
         "acceptance",
-        _parse_acceptance,
+        _one_of(ACCEPTANCE_RULES),
         "RULE",
         "TETRIS: which drafts of sampled requests are kept: coupled (draft and target draw with the same random numbers, and "
         "what both drew is kept; default), rejection (drafts are drawn from the draft's own probabilities; runners-up "
@@ -201,16 +180,16 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "draft",
-        _parse_draft,
+        _one_of(DRAFTS),
         "KIND",
         "TETRIS: what drafts: standalone (a model of its own), eagle, eagle3 (heads on the target's states), mtp (the target's "
-        "own prediction layers), dflash (a block in one pass; DFlare, too), ngram (no model: what followed before in the "
-        "request's text), or auto: found out from the models; without --speculative-draft-model-path mtp where the target has "
-        "such layers, else ngram. Default: auto.",
+        "own prediction layers), dflash (a block in one pass; DFlare, too), steered (a Llama that the target's states push), "
+        "ngram (no model: what followed before in the request's text), or auto: found out from the models; without "
+        "--speculative-draft-model-path mtp where the target has such layers, else ngram. Default: auto.",
     ),
     Setting(
         "verify_plan",
-        _parse_verify_plan,
+        _one_of(VERIFY_PLANS),
         "PLAN",
         "TETRIS on GPUs: how FlashInfer plans the ragged verify pass: device (CUDA graphs, planned on the device, no wait; "
         "default), host (CUDA graphs, planned on the host after a wait for the drafts) or eager (no graph).",

@@ -13,7 +13,7 @@ class StepPlan(NamedTuple):
     """What a step does; decided on the host."""
 
     depth: int
-    """Passes of the draft, at most num_steps."""
+    """Levels drafted, at most num_steps."""
     capacity_tokens: int
     """Draft tokens verified over the whole batch, roots excluded; 0: a plain decoding step, and depth is 0."""
 

@@ -26,7 +26,7 @@ class StepShape(NamedTuple):
 
     batch_size: int
     depth: int
-    """Passes of the draft; 0: none drafted."""
+    """Levels drafted; 0: nothing is."""
     rows: int
     """Of the target's pass: a root per request and the selected drafts."""
     context_tokens: float = 0.0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tetris_sglang.config import TetrisConfig, is_tetris
+
 
 def _captures_target(runner) -> bool:
     """Whether a graph runner captures the target of a TETRIS server; the draft's inherit what is hooked."""
-    return runner.model_runner.spec_algorithm.name == "TETRIS" and getattr(runner, "ragged_verify_mode", False)
+    return is_tetris(runner.model_runner.spec_algorithm.name) and getattr(runner, "ragged_verify_mode", False)
 
 
 def make_capture_input(original, runner, num_tokens: int):
@@ -77,11 +79,10 @@ def register_attention_backend() -> None:
 
     @attention_registry.register_attention_backend("flashinfer")
     def create(runner):
-        if runner.spec_algorithm.name != "TETRIS" or runner.is_draft_worker or runner.use_mla_backend:
+        if not is_tetris(runner.spec_algorithm.name) or runner.is_draft_worker or runner.use_mla_backend:
             return upstream(runner)
         from sglang.srt.runtime_context import get_spec
 
-        from tetris_sglang.config import TetrisConfig
         from tetris_sglang.runtime.cuda.attention import TetrisFlashInferBackend
 
         config = TetrisConfig.from_environment(get_spec().speculative_num_steps)

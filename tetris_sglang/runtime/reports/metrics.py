@@ -26,7 +26,7 @@ ACCEPTED_AT_POSITION = "accepted_at_position", "Requests, summed over steps, tha
 PHASE_SECONDS = "phase_seconds", "Time of a step's phases (--speculative-tetris-phase-times)."
 GAUGES = {
     "batch_size": "Requests of the last step.",
-    "draft_depth": "Passes of the draft in the last step.",
+    "draft_depth": "Levels drafted in the last step.",
     "capacity_tokens": "Draft tokens verified in the last step.",
     "expected_gain": "Of the best speculative plan against plain decoding, as last estimated (automatic capacity).",
     "step_time_predicted_seconds": "Of the last step timed, as predicted (automatic capacity).",
