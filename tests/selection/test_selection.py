@@ -320,7 +320,7 @@ def test_bad_input_is_named():
         select_prefixes(torch.ones(2, 3, dtype=torch.int64), 1)
     with pytest.raises(ValueError, match=r"max_draft_lens must be \[2\]"):
         select_prefixes(survival, 1, torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"draft_probs must be \[batch, max_draft\]"):
+    with pytest.raises(ValueError, match=r"probs must be \[batch, max_draft\]"):
         survival_from_probs(torch.ones(3))
     with pytest.raises(ValueError, match="unknown selector 'triton'; choose one of tetris, reference, uniform, random"):
         get_selector("triton")
