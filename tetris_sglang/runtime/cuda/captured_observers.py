@@ -122,7 +122,7 @@ class CapturedObservers:
         shape = None if self._parents is None else TreeShape(self._parents[:size], self._depths[:size])
         proposal = Proposal(
             tokens=torch.zeros_like(self._target_tokens[:size, 1:]),
-            survival=self._probs[:size],
+            survival=self._probs.new_full((), float("nan")).expand_as(self._probs[:size]),  # not copied: who reads it would see
             probs=self._probs[:size],
             shape=shape,
             evidence=None if self._evidence is None else self._evidence[:size],
