@@ -28,4 +28,4 @@ if [ ! -e "$made/layers" ]; then .venv/bin/python scripts/prune_model.py --layer
 train pruned --draft "$made/layers" --prompts sharegpt --max-texts 500 --traffic "$code" --rate 0.001 --steps 200
 train pruned-longer --draft "$made/pruned" --traffic "$code" --traffic "$chat" --rate 0.0003 --steps 80
 train pruned-steered --draft "$made/pruned" --traffic "$code" --traffic "$chat" --rate 0.0003 --steps 80 --steer
-train dflash --draft dflash --mask-token "<|endoftext|>" --traffic "$code" --traffic "$chat" --steps 300
+train dflash --draft dflash --mask-token "<empty_output>" --traffic "$code" --traffic "$chat" --steps 300

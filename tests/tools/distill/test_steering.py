@@ -26,7 +26,7 @@ def serve_one_chain(draft: SteeredDraft, features: Tensor, tokens: Tensor, last:
     model = LlamaForCausalLM(config).eval()
     model.load_state_dict({k: v for k, v in draft.state_dict().items() if k.startswith("model.")}, strict=False)
     model.tie_weights()
-    vectors = draft.read_target(features[: last + 1])
+    vectors = draft.make_vectors(features[: last + 1])
     vectors = torch.cat((vectors, vectors[-1:].expand(steps - 1, -1)))
     size = config.hidden_size
     for index, layer in enumerate(model.model.layers):

@@ -2,6 +2,9 @@
 
 A vector is made of the target's state after the last token that it has read. A matrix turns it into one for each layer, which
 is added to what that layer's feed-forward part reads, in all passes of a step alike. Embedding and output layer are its own.
+
+Each of the target's layers is scaled to a mean square of 1 first: a late layer's states are ten times as long as an early one's
+and two hundred times what a feed-forward part reads, which a few steps of training would drown.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from tetris_sglang.tools.distill.heads import Head, Layer, RmsNorm, TargetStates, count_chains, join_layers
+
+STATES_EPS = 1e-6
 
 
 class SteeredDraft(Head):
@@ -44,13 +49,18 @@ class SteeredDraft(Head):
     def features(self, states: TargetStates) -> Tensor:
         return join_layers(states, self.layer_ids)
 
+    def make_vectors(self, features: Tensor) -> Tensor:
+        """[..., hidden] of the target's states, as `features` has them."""
+        layers = features.unflatten(-1, (len(self.layer_ids), -1))
+        return self.read_target(F.rms_norm(layers, layers.shape[-1:], eps=STATES_EPS).flatten(-2))
+
     def read_logits(self, x: Tensor) -> Tensor:
         return F.linear(x, (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight)
 
     def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """See `Head.unroll`; chain p is steered by the target's state p in all its steps."""
         chains, layers = count_chains(tokens, steps), self.model.layers
-        pushes = self.steer(self.read_target(features[:, :chains])).chunk(len(layers), dim=-1)
+        pushes = self.steer(self.make_vectors(features[:, :chains])).chunk(len(layers), dim=-1)
         keys: list[list[Tensor]] = [[] for _ in layers]
         values: list[list[Tensor]] = [[] for _ in layers]
         for step in range(steps):
