@@ -459,9 +459,11 @@ def render_folder(folder: str) -> str:
         f"# {QUESTIONS[folder]}\n",
         "Made by `scripts/render_results.py`. [All questions](../README.md).\n",
     ]
-    if (table_of_all := overview(folder)()) != NOT_MEASURED:
-        parts += ["Output tokens per second over no speculation (in brackets SGLang's own):\n"]
-        parts += [table_of_all]
+    # Of trained drafts several have one kind.
+    table_of_all = trained_speed() if folder == "drafts" else overview(folder)()
+    if table_of_all != NOT_MEASURED:
+        what = "Output tokens per second over no speculation"
+        parts += [f"{what}:\n" if folder == "drafts" else f"{what} (in brackets SGLang's own):\n", table_of_all]
     for picture in sorted((RESULTS / folder).glob("*.png")):
         if not picture.with_suffix(".json").exists():  # it is of several
             parts.append(f"![{picture.stem}]({picture.name})\n")

@@ -23,7 +23,7 @@ train() { # NAME, then options of `tetris-sglang distill`
 mkdir -p benchmarks/results/drafts
 # The shipped head, which has seen ShareGPT's questions, on code.
 train head-code --draft tetris_sglang/data/smollm2-135m-eagle3 --prompts functions --max-texts 700 --steps 200
-# Four of the target's 30 layers as a model of its own; then as many steps more, steered and not.
+# Four of the target's 30 layers as a model of its own; then 80 steps more, steered and not.
 if [ ! -e "$made/layers" ]; then .venv/bin/python scripts/prune_model.py --layers 0,1,2,29 --out "$made/layers"; fi
 train pruned --draft "$made/layers" --prompts sharegpt --max-texts 500 --traffic "$code" --rate 0.001 --steps 200
 train pruned-longer --draft "$made/pruned" --traffic "$code" --traffic "$chat" --rate 0.0003 --steps 80

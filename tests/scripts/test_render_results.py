@@ -122,7 +122,7 @@ def test_each_feature_stands_beside_the_default(pages, tmp_path, monkeypatch):
         "| eagle3 | without calibration and matches | 1.10 |",
     ]
     # What wins is no default for that.
-    assert pages.overview("ablations")().splitlines()[2] == "| eagle3 | sharegpt | 0 | 1.30 |"
+    assert pages.overview("ablations")().splitlines()[2:] == ["| eagle3 | sharegpt | 0 | 1.30 |", "", "Measured at commit abc."]
     assert pages.acceptance_speed().splitlines()[2:] == ["| 0.7 | block | chains | 0.90 |"]
 
 
@@ -147,6 +147,7 @@ def test_trained_drafts_stand_with_what_they_cost_and_gave(pages, tmp_path, monk
         return {temperature: {"overall": {"mean": mean}} for temperature, mean in zip(("0", "0.7", "1"), means, strict=True)}
 
     metrics = {"parameters": 7.94e6, "steps": 200, "seconds": 630, "peak_memory_gb": 2.51}
+    metrics["provenance"] = make_results({})["provenance"]
     learnt = metrics | {"before": accepted(0.7, 0.6, 0.5), "after": accepted(0.91, 0.6, 0.55)}
     (tmp_path / "drafts" / "head-code-training.json").write_text(json.dumps(learnt))
     (tmp_path / "drafts" / "dflash-training.json").write_text(
@@ -160,7 +161,10 @@ def test_trained_drafts_stand_with_what_they_cost_and_gave(pages, tmp_path, monk
     speeds = {Arm("none"): 10.0, Arm("auto", num_steps=6, draft="standalone"): 12.0, Arm("sglang", 1, draft="standalone"): 9.0}
     (tmp_path / "drafts" / "pruned-steered.json").write_text(json.dumps(make_results(speeds)))
     own = Arm("sglang", 1, draft="standalone").name
-    assert pages.trained_speed().splitlines()[2:] == [
+    rows = [
         "| the same, 80 steps more, steered | sharegpt | 0 | TETRIS | 1.20 |",
         f"| the same, 80 steps more, steered | sharegpt | 0 | {own} | 0.90 |",
     ]
+    assert pages.trained_speed().splitlines()[2:] == rows
+    # By kind, two standalone drafts would be one row.
+    assert "\n".join(rows) in pages.render_folder("drafts")

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from tetris_sglang.tools.distill.heads import Head, Layer, RmsNorm, TargetStates, count_chains, join_layers
 
-STATES_EPS = 1e-6
+_STATES_EPS = 1e-6
 
 
 class SteeredDraft(Head):
@@ -52,7 +52,7 @@ class SteeredDraft(Head):
     def make_vectors(self, features: Tensor) -> Tensor:
         """[..., hidden] of the target's states, as `features` has them."""
         layers = features.unflatten(-1, (len(self.layer_ids), -1))
-        return self.read_target(F.rms_norm(layers, layers.shape[-1:], eps=STATES_EPS).flatten(-2))
+        return self.read_target(F.rms_norm(layers, layers.shape[-1:], eps=_STATES_EPS).flatten(-2))
 
     def read_logits(self, x: Tensor) -> Tensor:
         return F.linear(x, (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight)
