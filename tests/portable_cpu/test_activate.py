@@ -11,6 +11,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.e2e
+
 PREAMBLE = """
 import json, os, sys
 import torch

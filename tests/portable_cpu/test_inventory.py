@@ -129,6 +129,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.e2e
 def test_a_hook_that_does_not_land_is_named():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LANDED],

@@ -249,6 +249,7 @@ ORACLE = textwrap.dedent(
 )
 
 
+@pytest.mark.kernels
 def test_trees_and_gathers_equal_upstreams_triton_kernels():
     """Upstream's own kernels, run by Triton's interpreter in a process of their own."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
