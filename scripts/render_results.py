@@ -44,6 +44,7 @@ QUESTIONS = {
     "acceptance": "How far is each rule of acceptance from what is possible?",
     "models": "Which families of models have been served, and which are refused?",
     "gpu": "On a GPU: is it faster on real text, at the cost of an 8B model?",
+    "gpu-planned-on-host": "The same while attention was planned on the host, which waited for the lengths.",
     "kernels": "What do the small steps of TETRIS cost?",
 }
 """Folder -> what it answers."""

@@ -173,6 +173,7 @@ def _check_sglang(server_arguments: list[str]) -> Iterator[Finding]:
     for error in errors:
         yield Finding("problem", "plugin", f"{error}. SGLang logs this and goes on without the plugin.")
 
+    import torch
     from sglang.srt.speculative.spec_registry import get_spec
 
     from tetris_sglang import portable_cpu
@@ -194,6 +195,10 @@ def _check_sglang(server_arguments: list[str]) -> Iterator[Finding]:
             yield _check_hook(hook)
         symbols += cpu_inventory.SYMBOLS
         yield from _check_overlap_variable()
+    if torch.cuda.is_available():
+        from tetris_sglang.runtime.cuda import inventory as cuda_inventory
+
+        symbols += cuda_inventory.SYMBOLS
     missing = contacts.find_missing_symbols(symbols)
     for name in missing:
         yield Finding("problem", "symbol", f"{name} is missing in this SGLang. {_SUPPORTED_RELEASE}")
