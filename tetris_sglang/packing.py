@@ -71,7 +71,6 @@ def pack_rows_reference(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
     num_tokens: int,
-    padding_slot: int = 0,
     depths: Tensor | None = None,
 ) -> PackedTokens:
     """`kernels.pack.pack_rows` in torch operations: same arguments, same result, surplus rows included.
@@ -99,7 +98,7 @@ def pack_rows_reference(
         qo_indptr=qo_indptr,
         positions=positions.masked_fill_(surplus, 0),
         input_ids=candidates[requests, columns].masked_fill_(surplus, 0),
-        slots=slots.masked_fill_(surplus, padding_slot),
+        slots=slots.masked_fill_(surplus, 0),
     )
 
 

@@ -55,12 +55,11 @@ def test_a_tensor_on_the_cpu_is_refused_with_the_way_out():
 @pytest.mark.parametrize("batch, max_draft", [(1, 2), (256, 8), (4096, 8), (512, 64)])
 def test_selection_compiles_and_stays_in_registers(batch, max_draft, has_weights, tmp_path):
     block, num_warps = plan_launch(batch, max_draft)
-    on_device = batch == 256
     cubin = compile_for_hopper(
         select_kernel,
         {
             "survival": "*fp32",
-            "capacity_tokens": "*i64" if on_device else "i32",
+            "capacity_tokens": "i32",
             "weights": "*fp32",
             "draft_lens": "*i32",
             "batch": "i32",
@@ -69,7 +68,6 @@ def test_selection_compiles_and_stays_in_registers(batch, max_draft, has_weights
             "MAX_DRAFT": max_draft,
             "DEPTH_BITS": max_draft.bit_length(),
             "BLOCK": block,
-            "CAPACITY_ON_DEVICE": on_device,
             "HAS_WEIGHTS": has_weights,
         },
         num_warps,
@@ -83,7 +81,7 @@ def test_packing_compiles(batch, width_block, has_depths):
     pointers = dict.fromkeys(("draft_lens", "req_to_token", "verify_lens", "qo_indptr"), "*i32")
     pointers |= dict.fromkeys(("candidates", "seq_lens", "req_pool_indices", "depths"), "*i64")
     pointers |= dict.fromkeys(("packed_requests", "packed_columns", "positions", "input_ids", "slots"), "*i64")
-    integers = dict.fromkeys(("batch", "width", "max_context", "num_tokens", "padding_slot"), "i32")
+    integers = dict.fromkeys(("batch", "width", "max_context", "num_tokens"), "i32")
     compile_for_hopper(
         pack_kernel,
         pointers | integers,

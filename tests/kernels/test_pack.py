@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.batches import DEVICE, Batch, Trees, assert_equal, on_device
 from tetris_sglang.kernels.pack import pack_rows
-from tetris_sglang.packing import PackedTokens, empty_packed_tokens, pack_rows_reference
+from tetris_sglang.packing import pack_rows_reference
 
 BOTH = pytest.mark.parametrize("pack", [pack_rows, pack_rows_reference])
 
@@ -18,14 +18,14 @@ def arguments(case: Batch) -> list[torch.Tensor]:
 def test_every_row_is_a_cell_of_the_grid_in_order(pack):
     """The definition, read aloud."""
     case = Batch.random(batch=21, width=6, seed=1, vocab=99)
-    packed = pack(*on_device(*arguments(case)), case.num_tokens + 2, padding_slot=5)
+    packed = pack(*on_device(*arguments(case)), case.num_tokens + 2)
     rows = []
     for request, draft_len in enumerate(case.draft_lens.tolist()):
         for column in range(draft_len + 1):
             position = int(case.seq_lens[request]) + column
             slot = int(case.req_to_token[case.req_pool_indices[request], position])
             rows.append((request, column, position, int(case.candidates[request, column]), slot))
-    rows += [(20, 0, 0, 0, 5)] * 2
+    rows += [(20, 0, 0, 0, 0)] * 2
     fields = (packed.requests, packed.columns, packed.positions, packed.input_ids, packed.slots)
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == rows
     assert packed.verify_lens.tolist() == [draft_len + 1 for draft_len in case.draft_lens.tolist()]
@@ -53,8 +53,8 @@ def test_equals_torch(batch, width):
     for surplus, dtype in [(0, torch.int64), (3, torch.int32), (5 * width + 300, torch.int64)]:
         case = Batch.random(batch, width, seed=batch * width, dtype=dtype)
         num_tokens = case.num_tokens + surplus
-        expected = pack_rows_reference(*arguments(case), num_tokens, padding_slot=17)
-        assert_equal(pack_rows(*on_device(*arguments(case)), num_tokens, padding_slot=17), expected)
+        expected = pack_rows_reference(*arguments(case), num_tokens)
+        assert_equal(pack_rows(*on_device(*arguments(case)), num_tokens), expected)
 
 
 @pytest.mark.parametrize("batch, width", [(1, 2), (16, 7), (33, 17)])
@@ -68,17 +68,6 @@ def test_trees_equal_torch(batch, width):
     assert torch.equal(packed.slots.cpu(), chains.slots)
     rows = packed.requests[:-3].cpu(), packed.columns[:-3].cpu()
     assert torch.equal(packed.positions[:-3].cpu(), case.seq_lens[rows[0]] + trees.depths[rows])
-
-
-def test_writes_into_out_and_nowhere_else():
-    case = Batch.random(batch=19, width=5, seed=3)
-    num_tokens = case.num_tokens + 4
-    fresh = empty_packed_tokens(19, num_tokens, DEVICE)
-    whole = [torch.full((len(field) + 2,), -7, dtype=field.dtype, device=DEVICE) for field in fresh]
-    out = PackedTokens(*(tensor[1:-1] for tensor in whole))
-    assert pack_rows(*on_device(*arguments(case)), num_tokens, out=out) is out
-    assert_equal(out, pack_rows_reference(*arguments(case), num_tokens))
-    assert all(tensor[[0, -1]].tolist() == [-7, -7] for tensor in whole)
 
 
 def test_tokens_without_a_row_are_left_out():
@@ -106,6 +95,3 @@ def test_bad_input_is_named():
         pack_rows(*on_device(*arguments(case)), 2)
     with pytest.raises(ValueError, match="a batch of 0"):
         pack_rows(*on_device(*arguments(Batch.random(batch=0, width=4, seed=0))), 2)
-    out = empty_packed_tokens(3, case.num_tokens, DEVICE)
-    with pytest.raises(ValueError, match=r"out.slots must be torch.int64"):
-        pack_rows(*on_device(*arguments(case)), case.num_tokens, out=out._replace(slots=out.slots.int()))

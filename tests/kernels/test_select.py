@@ -22,15 +22,13 @@ def expected_lens(survival: Tensor, capacity_tokens: int, weights: Tensor | None
 
 
 def assert_selects_as_torch(probs: Tensor, capacities: list[int], weights: Tensor | None = None) -> None:
-    """Chains with these probabilities; also with the capacity on the device, and filling it."""
+    """Chains with these probabilities; the capacity is filled."""
     survival = survival_from_probs(probs)
     (on_it,) = on_device(survival)
     given = None if weights is None else weights.to(DEVICE)
     most = probs.numel() if weights is None else int((weights > 0).sum()) * probs.shape[1]
-    for number, capacity in enumerate(capacities):
-        dtype = (None, torch.int64, torch.int32)[number % 3]
-        tokens = capacity if dtype is None else torch.tensor(capacity, dtype=dtype, device=DEVICE)
-        draft_lens = select_drafts(on_it, tokens, given)
+    for capacity in capacities:
+        draft_lens = select_drafts(on_it, capacity, given)
         assert draft_lens.dtype == torch.int32 and draft_lens.device.type == DEVICE.type
         assert draft_lens.tolist() == expected_lens(survival, capacity, weights), f"capacity {capacity}"
         assert int(draft_lens.sum()) == min(capacity, most)
@@ -90,26 +88,13 @@ def test_an_underflowing_survival_still_fills_the_capacity():
     assert_selects_as_torch(probs, [4, 11, 30, 43])
 
 
-def test_a_negative_capacity_on_the_device_selects_nothing():
-    draft_lens = select_drafts(torch.ones(3, 2, device=DEVICE), torch.tensor(-4, device=DEVICE))
-    assert draft_lens.tolist() == [0, 0, 0]
-
-
 def test_a_capacity_beyond_int32_selects_everything():
-    capacity = torch.tensor(2**40, device=DEVICE)
-    assert select_drafts(torch.ones(3, 2, device=DEVICE), capacity).tolist() == [2, 2, 2]
+    assert select_drafts(torch.ones(3, 2, device=DEVICE), 2**40).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
 def test_empty_batch_or_no_drafts(shape):
     assert select_drafts(torch.ones(shape, device=DEVICE), 5).tolist() == [0] * shape[0]
-
-
-def test_writes_into_out_and_nowhere_else():
-    whole = torch.full((8,), -7, dtype=torch.int32, device=DEVICE)
-    out = whole[1:6]
-    assert select_drafts(torch.ones(5, 3, device=DEVICE), 7, out=out) is out
-    assert whole.tolist() == [-7, 2, 2, 1, 1, 1, -7, -7]
 
 
 @pytest.mark.parametrize("batch, max_draft", [(2049, 16), (2, 65), (600, 40)])
@@ -119,9 +104,6 @@ def test_what_exceeds_the_registers_goes_through_torch(batch, max_draft, monkeyp
     levels = torch.tensor([0.0, 0.25, 0.5, 1.0])
     probs = levels[torch.randint(0, 4, (batch, max_draft), generator=generator)]
     assert_selects_as_torch(probs, [0, batch, batch * max_draft])
-    out, survival = torch.empty(batch, dtype=torch.int32, device=DEVICE), survival_from_probs(probs)
-    assert select_drafts(survival.to(DEVICE), batch, out=out) is out
-    assert out.tolist() == expected_lens(survival, batch)
     weights = levels[torch.randint(0, 4, (batch,), generator=generator)]
     assert_selects_as_torch(probs, [batch], weights)
 
@@ -148,8 +130,3 @@ def test_bad_input_is_named():
         select_drafts(probs, -1)
     with pytest.raises(ValueError, match=r"weights must be torch.float32 \[2\]"):
         select_drafts(probs, 1, torch.ones(3, device=DEVICE))
-    for bad in (torch.tensor([3]), torch.tensor(3.0), torch.tensor(True)):
-        with pytest.raises(ValueError, match=r"capacity_tokens must be torch.int32 or torch.int64 \[\]"):
-            select_drafts(probs, bad.to(DEVICE))
-    with pytest.raises(ValueError, match=r"out must be torch.int32 \[2\]"):
-        select_drafts(probs, 1, out=torch.empty(2, dtype=torch.int64, device=DEVICE))

@@ -84,8 +84,6 @@ def test_batched_equals_the_paper_ties_included(case):
     draft_lens = select_prefixes(survival, capacity, caps)
     assert draft_lens.tolist() == expected
     assert draft_lens.dtype == torch.int32
-    assert select_prefixes(survival, torch.tensor(capacity), caps).tolist() == expected
-    assert get_selector("reference")(survival, capacity, caps).tolist() == expected
 
 
 @pytest.mark.parametrize("batch, depth", [(1, 16), (33, 6), (257, 3), (600, 16)])
@@ -310,10 +308,6 @@ def test_bad_input_is_named():
         select_prefixes(survival, -1)
     with pytest.raises(ValueError, match="capacity_tokens must be >= 0, got -1"):
         select_prefixes_reference(survival.tolist(), -1)
-    with pytest.raises(ValueError, match="capacity_tokens must be an int or a 0-d integer tensor"):
-        select_prefixes(survival, torch.tensor([3]))
-    with pytest.raises(ValueError, match="capacity_tokens must be an int or a 0-d integer tensor"):
-        select_prefixes(survival, torch.tensor(3.0))
     with pytest.raises(ValueError, match=r"survival must be floats \[batch, max_draft\]"):
         select_prefixes(torch.ones(3), 1)
     with pytest.raises(ValueError, match=r"survival must be floats \[batch, max_draft\]"):
@@ -322,7 +316,7 @@ def test_bad_input_is_named():
         select_prefixes(survival, 1, torch.tensor([1]))
     with pytest.raises(ValueError, match=r"probs must be \[batch, max_draft\]"):
         survival_from_probs(torch.ones(3))
-    with pytest.raises(ValueError, match="unknown selector 'triton'; choose one of tetris, reference, uniform, random"):
+    with pytest.raises(ValueError, match="unknown selector 'triton'; choose one of tetris, uniform, random"):
         get_selector("triton")
 
 
@@ -330,31 +324,27 @@ def test_selection_never_reads_a_value_on_the_host():
     """Meta tensors have no values: whatever waits for the device, or takes its shape from data, raises."""
     probs = torch.empty(16, 6, device="meta")
     caps = torch.empty(16, dtype=torch.int64, device="meta")
-    capacity = torch.empty((), dtype=torch.int64, device="meta")
-    for tokens in (20, capacity):
-        for selector in (select_prefixes, select_uniform, select_random):
-            assert selector(survival_from_probs(probs), tokens, caps).shape == (16,)
+    for selector in (select_prefixes, select_uniform, select_random):
+        assert selector(survival_from_probs(probs), 20, caps).shape == (16,)
     with pytest.raises((RuntimeError, NotImplementedError)):
-        get_selector("reference")(probs, 20)  # the check can fail
+        select_prefixes_reference(probs.tolist(), 20)  # the check can fail
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_selection_runs_in_a_cuda_graph_without_a_sync():
-    survival, caps = random_survival(64, 6), torch.randint(0, 7, (64,))
-    static, static_caps = torch.zeros_like(survival, device="cuda"), torch.zeros_like(caps, device="cuda")
-    capacity = torch.zeros((), dtype=torch.int64, device="cuda")
-    select_prefixes(static, capacity, static_caps)
+    static, static_caps = torch.zeros(64, 6, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
+    select_prefixes(static, 100, static_caps)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.graph(graph):
-            draft_lens = select_prefixes(static, capacity, static_caps)
+            draft_lens = select_prefixes(static, 100, static_caps)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    static.copy_(survival)
-    static_caps.copy_(caps)
-    for tokens in (0, 1, 100, 1000):
-        capacity.fill_(tokens)
+    for _ in range(3):
+        survival, caps = random_survival(64, 6), torch.randint(0, 7, (64,))
+        static.copy_(survival)
+        static_caps.copy_(caps)
         graph.replay()
-        assert draft_lens.tolist() == select_prefixes(survival, tokens, caps).tolist()
+        assert draft_lens.tolist() == select_prefixes(survival, 100, caps).tolist()

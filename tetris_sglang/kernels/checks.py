@@ -14,7 +14,7 @@ def check_device(tensor: Tensor) -> None:
     if not tensor.is_cuda and not triton.knobs.runtime.interpret:
         raise ValueError(
             f"the Triton kernels need CUDA tensors, got {tensor.device}; on a CPU use the torch versions "
-            "(tetris_sglang.selection, .kernels.reference), or set TRITON_INTERPRET=1 before importing Triton"
+            "(tetris_sglang.selection, .packing), or set TRITON_INTERPRET=1 before importing Triton"
         )
 
 

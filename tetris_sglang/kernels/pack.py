@@ -2,7 +2,6 @@
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,15 +19,13 @@ def pack_rows(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
     num_tokens: int,
-    padding_slot: int = 0,
     depths: Tensor | None = None,
-    out: PackedTokens | None = None,
 ) -> PackedTokens:
     """Lay out each request's root and selected drafts, request after request, with positions and KV slots.
 
     num_tokens may exceed the sum(draft_lens) + batch tokens there are, to fill a captured graph. The surplus
     rows at the end are harmless to a forward pass and to gathers of per-request settings: request batch - 1
-    (a valid index), column 0, input id 0, position 0, KV written to padding_slot. Do not scatter by
+    (a valid index), column 0, input id 0, position 0, KV written to slot 0, which SGLang keeps for that. Do not scatter by
     (requests, columns) with them, they would hit the last root; `accept_rows` goes by qo_indptr, which leaves
     them out.
 
@@ -41,11 +38,7 @@ def pack_rows(
         req_pool_indices: [batch] int32 or int64, the table's row of each request.
         num_tokens: rows to fill, >= sum(draft_lens) + batch. That is not checked, for it would need a sync;
             tokens for which there is no row are left out.
-        padding_slot: KV slot that surplus rows may overwrite; SGLang's pools keep slot 0 for that.
         depths: [batch, width] int64 of trees: a token's position is its depth after seq_lens, its slot still its column.
-        out: tensors to write into (a captured graph's inputs); default: new ones.
-    Returns:
-        PackedTokens; `out` if given.
     Raises:
         ValueError: wrong shapes, dtypes or devices, an empty batch, or num_tokens < batch.
     Sync: none; CUDA-graph safe.
@@ -68,13 +61,7 @@ def pack_rows(
     check_tensor("req_pool_indices", req_pool_indices, (batch,), INTEGERS, draft_lens)
     if depths is not None:
         check_tensor("depths", depths, (batch, width), INT64, draft_lens)
-    if out is None:
-        out = empty_packed_tokens(batch, num_tokens, draft_lens.device)
-    else:
-        needed = empty_packed_tokens(batch, num_tokens, torch.device("meta"))
-        for name, given, like in zip(PackedTokens._fields, out, needed, strict=True):
-            check_tensor(f"out.{name}", given, tuple(like.shape), (like.dtype,), draft_lens)
-
+    packed = empty_packed_tokens(batch, num_tokens, draft_lens.device)
     programs, whole_batch, width_block = _plan_launch(batch, width, num_tokens)
     pack_kernel[(programs,)](
         draft_lens,
@@ -83,18 +70,17 @@ def pack_rows(
         req_to_token,
         req_pool_indices,
         candidates if depths is None else depths,
-        *out,
+        *packed,
         batch,
         width,
         req_to_token.shape[1],
         num_tokens,
-        padding_slot,
         HAS_DEPTHS=depths is not None,
         WHOLE_BATCH=whole_batch,
         BLOCK=_BLOCK_REQUESTS,
         WIDTH_BLOCK=width_block,
     )
-    return out
+    return packed
 
 
 @functools.cache  # on the path of every step
@@ -108,7 +94,7 @@ def _plan_launch(batch: int, width: int, num_tokens: int) -> tuple[int, int, int
     return programs, whole_batch, width_block
 
 
-@triton.jit(do_not_specialize=["batch", "width", "max_context", "num_tokens", "padding_slot"])
+@triton.jit(do_not_specialize=["batch", "width", "max_context", "num_tokens"])
 def pack_kernel(
     draft_lens,
     candidates,
@@ -127,7 +113,6 @@ def pack_kernel(
     width,
     max_context,
     num_tokens,
-    padding_slot,
     HAS_DEPTHS: tl.constexpr,
     WHOLE_BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -172,4 +157,4 @@ def pack_kernel(
     tl.store(packed_columns + stretch, nothing, mask=is_surplus)
     tl.store(positions + stretch, nothing, mask=is_surplus)
     tl.store(input_ids + stretch, nothing, mask=is_surplus)
-    tl.store(slots + stretch, nothing + padding_slot, mask=is_surplus)
+    tl.store(slots + stretch, nothing, mask=is_surplus)

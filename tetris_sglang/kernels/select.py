@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tetris_sglang.kernels.checks import INT32, INTEGERS, check_device, check_tensor
+from tetris_sglang.kernels.checks import check_device, check_tensor
 from tetris_sglang.selection import fill_capacity
 
 # One program keeps the whole batch in registers: at most 64 survivals for each of its at most 512 threads
@@ -18,12 +18,7 @@ LARGEST_MAX_DRAFT = 64
 _SMALLEST_SURVIVAL_BITS = tl.constexpr(0x00800000)
 
 
-def select_drafts(
-    survival: Tensor,
-    capacity_tokens: int | Tensor,
-    weights: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def select_drafts(survival: Tensor, capacity_tokens: int, weights: Tensor | None = None) -> Tensor:
     """Choose the draft tokens of the whole batch that are most likely to survive verification.
 
     TETRIS (arXiv:2502.15197), Algorithm 1. Exactly `fill_capacity(survival, capacity_tokens, weights)`, ties included.
@@ -39,16 +34,13 @@ def select_drafts(
     Args:
         survival: [batch, max_draft] float32 in [0, 1], contiguous, no NaN, non-increasing along dim 1: of chains, or of
             trees in the order of `Proposal`.
-        capacity_tokens: draft tokens over the whole batch, roots excluded; a 0-d int32 or int64 tensor on the
-            same device keeps it out of a captured CUDA graph's constants.
+        capacity_tokens: draft tokens over the whole batch, roots excluded.
         weights: [batch] float32 in [0, 1]; default: 1.
-        out: [batch] int32 to write into.
     Returns:
         draft_lens: [batch] int32, sum = capacity_tokens, or all drafts of the requests with a weight above 0 if those are
-            fewer; `out` if given.
+            fewer.
     Raises:
-        ValueError: wrong shapes, dtypes or devices, or an int capacity_tokens < 0 (a tensor's value is not
-            read: a negative one selects nothing).
+        ValueError: wrong shapes, dtypes or devices, or capacity_tokens < 0.
     Sync: none; CUDA-graph safe.
     Example: [[.9, .8], [.5, .1]], 3 -> [2, 1]
     """
@@ -57,34 +49,26 @@ def select_drafts(
         raise ValueError(f"survival must be [batch, max_draft], got shape {list(survival.shape)}")
     batch, max_draft = survival.shape
     check_tensor("survival", survival, (batch, max_draft), (torch.float32,), survival)
-    on_device = isinstance(capacity_tokens, Tensor)
-    if on_device:
-        check_tensor("capacity_tokens", capacity_tokens, (), INTEGERS, survival)
-    elif capacity_tokens < 0:
+    if capacity_tokens < 0:
         raise ValueError(f"capacity_tokens must be >= 0, got {capacity_tokens}")
     if weights is not None:
         check_tensor("weights", weights, (batch,), (torch.float32,), survival)
-    if out is None:
-        draft_lens = torch.empty(batch, dtype=torch.int32, device=survival.device)
-    else:
-        check_tensor("out", out, (batch,), INT32, survival)
-        draft_lens = out
 
     if survival.numel() == 0:
-        return draft_lens.zero_()
+        return torch.zeros(batch, dtype=torch.int32, device=survival.device)
     if not fits_one_launch(batch, max_draft):
-        return draft_lens.copy_(fill_capacity(survival, capacity_tokens, weights))
+        return fill_capacity(survival, capacity_tokens, weights)
+    draft_lens = torch.empty(batch, dtype=torch.int32, device=survival.device)
     block, num_warps = plan_launch(batch, max_draft)
     select_kernel[(1,)](
         survival,
-        capacity_tokens if on_device else min(capacity_tokens, batch * max_draft),  # an int32
+        min(capacity_tokens, batch * max_draft),  # an int32
         survival if weights is None else weights,
         draft_lens,
         batch,
         MAX_DRAFT=max_draft,
         DEPTH_BITS=max_draft.bit_length(),
         BLOCK=block,
-        CAPACITY_ON_DEVICE=on_device,
         HAS_WEIGHTS=weights is not None,
         num_warps=num_warps,
     )
@@ -115,22 +99,17 @@ def select_kernel(
     MAX_DRAFT: tl.constexpr,
     DEPTH_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CAPACITY_ON_DEVICE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
     requests = tl.arange(0, BLOCK)
     is_request = requests < batch
-    if CAPACITY_ON_DEVICE:
-        capacity = tl.load(capacity_tokens)
-    else:
-        capacity = capacity_tokens
     # A request without a weight has no tokens, as if it were none.
     has_tokens = is_request
     if HAS_WEIGHTS:
         weight = tl.load(weights + requests, mask=is_request, other=0.0)
         has_tokens = weight > 0
     max_tokens = tl.sum(has_tokens.to(tl.int32)) * MAX_DRAFT
-    capacity = tl.minimum(tl.maximum(capacity, 0), max_tokens).to(tl.int32)
+    capacity = tl.minimum(capacity_tokens, max_tokens).to(tl.int32)
 
     # One vector per depth, all in the same layout: whatever follows is elementwise but for the counts.
     worth_bits = ()

@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from tetris_sglang.selection.baselines import select_oracle, select_random, select_uniform
@@ -27,15 +26,14 @@ __all__ = [
 class Selector(Protocol):
     """A rule that chooses draft_lens [batch] int32; see `select_prefixes`."""
 
-    def __call__(self, survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None) -> Tensor: ...
+    def __call__(self, survival: Tensor, capacity_tokens: int, max_draft_lens: Tensor | None = None) -> Tensor: ...
 
 
 def get_selector(name: str) -> Selector:
     """Look up a selection rule.
 
     Args:
-        name: "tetris" (the one to serve with), "reference" (the paper's heap; copies to the host and back: for
-            tests), "uniform" or "random" (baselines).
+        name: "tetris" (the one to serve with), "uniform" or "random" (baselines).
     Raises:
         ValueError: unknown name.
     """
@@ -44,15 +42,4 @@ def get_selector(name: str) -> Selector:
     return _SELECTORS[name]
 
 
-def _select_on_host(survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None) -> Tensor:
-    caps = None if max_draft_lens is None else max_draft_lens.tolist()
-    draft_lens = select_prefixes_reference(survival.tolist(), int(capacity_tokens), caps)
-    return torch.tensor(draft_lens, dtype=torch.int32, device=survival.device)
-
-
-_SELECTORS: dict[str, Selector] = {
-    "tetris": select_prefixes,
-    "reference": _select_on_host,
-    "uniform": select_uniform,
-    "random": select_random,
-}
+_SELECTORS: dict[str, Selector] = {"tetris": select_prefixes, "uniform": select_uniform, "random": select_random}

@@ -9,7 +9,7 @@ from torch import Tensor
 from tetris_sglang.selection.batched import select_prefixes
 
 
-def select_uniform(survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None) -> Tensor:
+def select_uniform(survival: Tensor, capacity_tokens: int, max_draft_lens: Tensor | None = None) -> Tensor:
     """Give every request the same number of draft tokens, the remainder one by one from the first request on.
 
     The usual fixed-length speculation at capacity_tokens = k * batch. Uses only the shape of `survival`;
@@ -22,7 +22,7 @@ def select_uniform(survival: Tensor, capacity_tokens: int | Tensor, max_draft_le
 
 def select_random(
     survival: Tensor,
-    capacity_tokens: int | Tensor,
+    capacity_tokens: int,
     max_draft_lens: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -40,7 +40,7 @@ def select_random(
 
 def select_oracle(
     survival: Tensor,
-    capacity_tokens: int | Tensor,
+    capacity_tokens: int,
     max_draft_lens: Tensor | None = None,
     *,
     num_accepted: Tensor,

@@ -8,7 +8,7 @@ from torch import Tensor
 from tetris_sglang.selection.survival import SMALLEST_SURVIVAL
 
 
-def select_prefixes(survival: Tensor, capacity_tokens: int | Tensor, max_draft_lens: Tensor | None = None) -> Tensor:
+def select_prefixes(survival: Tensor, capacity_tokens: int, max_draft_lens: Tensor | None = None) -> Tensor:
     """Choose the per-request draft prefixes that maximise the expected number of accepted tokens.
 
     TETRIS (arXiv:2502.15197), Algorithm 1. Survival never rises along a request, so the `capacity_tokens`
@@ -19,14 +19,12 @@ def select_prefixes(survival: Tensor, capacity_tokens: int | Tensor, max_draft_l
     Args:
         survival: [batch, max_draft] float32 in [0, 1], no NaN, non-increasing along dim 1, as
             `survival_from_probs` gives it.
-        capacity_tokens: draft tokens over the whole batch, roots excluded; a 0-d integer tensor on the same
-            device keeps it out of a captured CUDA graph's constants.
+        capacity_tokens: draft tokens over the whole batch, roots excluded.
         max_draft_lens: [batch] integers, the most draft tokens each request may verify; default: no limit.
     Returns:
         draft_lens: [batch] int32, sum <= capacity_tokens, on the same device.
     Raises:
-        ValueError: wrong shapes or dtypes, or an int capacity_tokens < 0 (a tensor's value is not read: a
-            negative one selects nothing).
+        ValueError: wrong shapes or dtypes, or capacity_tokens < 0.
     Sync: none; CUDA-graph safe.
     Example: [[.9, .8], [.5, .1]], 3 -> [2, 1]
     """
@@ -42,18 +40,9 @@ def select_prefixes(survival: Tensor, capacity_tokens: int | Tensor, max_draft_l
 
     # Depth-major and stable: at equal survival the shallower token precedes, then the lower request.
     ranked, order = survival.t().flatten().sort(descending=True, stable=True)
-    selected = ranked > 0
-    if isinstance(capacity_tokens, Tensor):
-        if capacity_tokens.ndim != 0 or capacity_tokens.is_floating_point():
-            raise ValueError(
-                f"capacity_tokens must be an int or a 0-d integer tensor, got {capacity_tokens.dtype} "
-                f"of shape {tuple(capacity_tokens.shape)}"
-            )
-        selected &= torch.arange(batch * max_draft, device=device) < capacity_tokens
-    elif capacity_tokens < 0:
+    if capacity_tokens < 0:
         raise ValueError(f"capacity_tokens must be >= 0, got {capacity_tokens}")
-    else:
-        order, selected = order[:capacity_tokens], selected[:capacity_tokens]
+    order, selected = order[:capacity_tokens], ranked[:capacity_tokens] > 0
 
     # Each token is written once, so no atomics decide anything; unranked ones stay False.
     chosen = torch.zeros(max_draft * batch, dtype=torch.bool, device=device).scatter_(0, order, selected)
@@ -62,7 +51,7 @@ def select_prefixes(survival: Tensor, capacity_tokens: int | Tensor, max_draft_l
 
 def fill_capacity(
     survival: Tensor,
-    capacity_tokens: int | Tensor,
+    capacity_tokens: int,
     weights: Tensor | None = None,
     select: Callable[..., Tensor] = select_prefixes,
 ) -> Tensor:
