@@ -342,8 +342,8 @@ def test_selection_runs_in_a_cuda_graph_without_a_sync():
             draft_lens = select_prefixes(static, 100, static_caps)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for _ in range(3):
-        survival, caps = random_survival(64, 6), torch.randint(0, 7, (64,))
+    for seed in range(3):
+        survival, caps = random_survival(64, 6, seed), torch.randint(0, 7, (64,))
         static.copy_(survival)
         static_caps.copy_(caps)
         graph.replay()
