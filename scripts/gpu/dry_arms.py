@@ -16,7 +16,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
 from mtp_checkpoint import make_mtp_checkpoint
 
-from tests.e2e.plugins import SWITCHING_PLANS, write_plugin
+from tests.e2e.plugins import SWITCHING_PLANS, UNLIKE_RANKS, write_plugin
 
 PAIR = REPOSITORY / "tests" / "pair"
 TARGET = PAIR / "target"
@@ -131,6 +131,11 @@ ARMS: Mapping[str, Arm] = {
     "small pool": Arm(
         [*_serve(TARGET, pool=192), *PERFECT, "--schedule-conservativeness", "0.1"], (LONG,), min_success=0.9,
         must_log="Retract requests",
+    ),
+    # The second one's own plans, selections and draws are wrong.
+    "two ranks": Arm(
+        [*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3), "--tp-size", "2"], (GREEDY[1], DRAWN),
+        plugin=UNLIKE_RANKS, min_success=0.3,
     ),
     "heads of 128": Arm([*_serve(TARGET_128), *FIXED]),
     "fa3": Arm([*_serve(TARGET, "fa3"), *FIXED], has_twin=True),

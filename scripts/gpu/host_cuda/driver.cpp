@@ -9,19 +9,21 @@
 extern "C" {
 // In runtime.cpp.
 int host_cuda_attribute(int);
+int host_cuda_device();
+int host_cuda_device_count();
 int host_cuda_memory_kind(const void *);
 int host_cuda_refuse(const char *);
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) { *version = 13000; return CUDA_SUCCESS; }
-CUresult cuDeviceGet(CUdevice *device, int) { *device = 0; return CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int *count) { *count = 1; return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = ordinal; return CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int *count) { *count = host_cuda_device_count(); return CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice) {
   *value = host_cuda_attribute((int)attribute);
   return CUDA_SUCCESS;
 }
 CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)0x3330; return CUDA_SUCCESS; }
-CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return CUDA_SUCCESS; }
+CUresult cuCtxGetDevice(CUdevice *device) { *device = host_cuda_device(); return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice) { *context = (CUcontext)0x3330; return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *active) { *flags = 0; *active = 1; return CUDA_SUCCESS; }
 

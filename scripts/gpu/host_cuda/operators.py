@@ -211,7 +211,9 @@ class _Call:
             return None
         arguments = self._by_name(self._args, self._kwargs)
         host = source if target_type == "cuda" else target
-        pinned = not host.is_cuda and host.is_pinned()
+        # torch pins what it makes for a copy that nobody waits for (TensorConversions.cpp).
+        is_made_pinned = self._name == "_to_copy" and bool(arguments.get("non_blocking"))
+        pinned = is_made_pinned if host.is_cuda else host.is_pinned()
         kind = "pinned" if pinned else "pageable"
         return f"copy {source.device.type} to {target_type}, {kind}{'' if arguments.get('non_blocking') else ', blocking'}"
 

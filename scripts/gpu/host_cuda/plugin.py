@@ -53,7 +53,7 @@ def _in_phase(original, scheduler, batch, *args, **kwargs):
         for what, count in count_native().items():
             if times := count - before.get(what, 0):
                 RECORDER.ledger[phase, "", what] += times
-    if folder := os.environ.get("HOST_CUDA_LEDGER"):
+    if (folder := os.environ.get("HOST_CUDA_LEDGER")) and torch.cuda.current_device() == 0:
         # Whoever stops the server does not wait for its end.
         _write_ledger(Path(folder))
     return result

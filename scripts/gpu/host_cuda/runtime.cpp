@@ -1,4 +1,4 @@
-// libcudart of one H100 that is not there: device memory is host memory, copies are memmove. Kernels are computed in Python
+// libcudart of two H100s that are not there: device memory is host memory, copies are memmove. Kernels are computed in Python
 // (operators.py, triton_kernels.py, modules.py), so whatever is launched here is told to a listener: nobody computes it.
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -77,6 +77,7 @@ struct LaunchConfiguration {
 };
 thread_local LaunchConfiguration configurations[64];
 thread_local int configuration_count = 0;
+thread_local int current_device = 0;
 }  // namespace
 
 extern "C" {
@@ -100,6 +101,8 @@ int host_cuda_refuse(const char *what) {
     listener(what);
   return 0;
 }
+int host_cuda_device_count() { return 2; }
+int host_cuda_device() { return current_device; }
 // The runtime's and the driver's device attributes share their numbers.
 int host_cuda_attribute(int attribute) {
   switch (attribute) {
@@ -194,7 +197,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const vo
   memset(attributes, 0, sizeof *attributes);
   int kind = host_cuda_memory_kind(pointer);
   attributes->type = (cudaMemoryType)kind;
-  attributes->device = kind == kDevice ? 0 : -1;
+  attributes->device = kind == kDevice ? current_device : -1;
   attributes->devicePointer = kind ? (void *)pointer : nullptr;
   attributes->hostPointer = kind == kDevice ? nullptr : (void *)pointer;
   return cudaSuccess;
@@ -209,8 +212,9 @@ cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int) { *pool = (cud
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *) { memset(handle, 0, sizeof *handle); return cudaSuccess; }
 
 // -- the device
-cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
-cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *count) { *count = host_cuda_device_count(); return cudaSuccess; }
+cudaError_t cudaGetDevice(int *device) { *device = host_cuda_device(); return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) { current_device = device; return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, "NVIDIA H100 80GB HBM3 (on the host)");
