@@ -35,7 +35,7 @@ def main() -> None:
             axis.bar_label(bars, fmt="%.2f", padding=3)
         axis.set_title(f"temperature {temperature}")
         axis.set_xlabel("accepted per pass, of 5 drafts")
-        axis.margins(x=0.15)
+        axis.margins(x=0.2)
     axes[0].set_yticks(range(len(found)), list(found))
     axes[0].invert_yaxis()
     axes[-1].legend()
