@@ -27,8 +27,8 @@ test: env ## the whole test suite
 	./scripts/install_test_tools.sh
 	$(VENV)/bin/python -m pytest -n 3 --durations 40
 
-test-fast: env ## what needs no server, no kernel and no tool
-	$(VENV)/bin/python -m pytest -n 2 -m "not e2e and not kernels and not tools"
+test-fast: env ## what needs no server, no kernel, no tool and no million samples
+	$(VENV)/bin/python -m pytest -n 2 -m "not e2e and not kernels and not tools and not statistics"
 
 # ARGS="--full --resume" compares everything, for hours.
 bench: env ## the same three compared on real prompts, side by side

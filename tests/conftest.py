@@ -47,7 +47,8 @@ _HEADS = re.compile(r"\[(eagle|mtp|dflash|dflare|parallel|rejection|block)")
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Marks by folder: e2e, kernels, tools. What takes longest begins first, so that no process waits at the end."""
+    """Marks by folder: e2e, kernels, tools; what else is slow marks itself. What takes longest begins first, so that no process
+    waits at the end."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/e2e/"))
     for item in items:
         folder = item.nodeid.removeprefix("tests/").split("/")[0]

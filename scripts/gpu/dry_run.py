@@ -1,8 +1,8 @@
 """The CUDA path of real servers on a machine without a GPU: `make gpu-dry-run`.
 
-A CUDA that computes on the host (host_cuda/) looks like two H100s. Servers take the path that they take on a GPU: SGLang's graph
-runners, FlashInfer's plans, Triton's kernels, captured graphs that are replayed. What they write is held against the target in
-float32, what they accept against the CPU platform, what a step asks of the host against nothing to wait for.
+A CUDA that computes on the host (host_cuda/) looks like two H100s. Servers take the path that they take on a GPU: SGLang's
+graph runners, FlashInfer's plans, Triton's kernels, captured graphs that are replayed. What they write is held against the
+target in float32, what they accept against the CPU platform, what a step asks of the host against nothing to wait for.
 
 Not shown: what the real kernels compute and round on a device, streams that run side by side, memory that graphs take, speed.
 """

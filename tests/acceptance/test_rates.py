@@ -60,6 +60,7 @@ def test_recursion_stays_below_the_most_possible_and_above_one_draft():
     assert two[0] == pytest.approx(1)
 
 
+@pytest.mark.statistics
 def test_the_coupled_race_has_its_closed_form():
     p, q = random_laws(3)
     ratios = torch.maximum(p[:, None] / p[:, :, None], q[:, None] / q[:, :, None])

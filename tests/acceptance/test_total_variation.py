@@ -28,6 +28,8 @@ from tetris_sglang.acceptance import (
 from tetris_sglang.drafting import CombGrower, Grid, make_grid
 from tetris_sglang.selection import select_prefixes
 
+pytestmark = pytest.mark.statistics
+
 SAMPLES, BATCH, DEPTH, HORIZON = 1_000_000, 100_000, 2, 2
 CAPACITY = BATCH * 3 // 2  # of two drafts a request, or four
 MAX_DISTANCE = 0.005
