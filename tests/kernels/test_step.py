@@ -18,23 +18,23 @@ from tetris_sglang.selection import fill_capacity, survival_from_probs
 BATCH, WIDTH, NUM_TOKENS = 37, 6, 144  # room for a capacity of 107
 
 
-def run_step(survival: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
+def run_step(survival: Tensor, capacity: int, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
     """The target's token after t is 3 - t."""
     draft_lens = select_drafts(survival, capacity)
     packed = pack_rows(draft_lens, *case[:-1], NUM_TOKENS)
     return packed, accept_rows(3 - packed.input_ids, packed.qo_indptr, case.candidates, case.seq_lens)
 
 
-def run_step_in_torch(survival: Tensor, capacity: Tensor, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
+def run_step_in_torch(survival: Tensor, capacity: int, case: Batch) -> tuple[PackedTokens, AcceptedTokens]:
     draft_lens = fill_capacity(survival, capacity)
     packed = pack_rows_reference(draft_lens, *case[:-1], NUM_TOKENS)
     return packed, accept_rows_reference(3 - packed.input_ids, packed.qo_indptr, case.candidates, case.seq_lens)
 
 
-def random_step(seed: int) -> tuple[Tensor, Tensor, Batch]:
+def random_step(seed: int) -> tuple[Tensor, int, Batch]:
     generator = torch.Generator().manual_seed(seed)
     survival = survival_from_probs(torch.rand(BATCH, WIDTH - 1, generator=generator))
-    capacity = torch.randint(0, NUM_TOKENS - BATCH + 1, (), generator=generator)
+    capacity = int(torch.randint(0, NUM_TOKENS - BATCH + 1, (), generator=generator))
     case = Batch.random(BATCH, WIDTH, seed)
     alternating = 1 + (case.candidates[:, :1] + torch.arange(WIDTH)) % 2  # what the target would say
     candidates = torch.where(torch.rand(BATCH, WIDTH, generator=generator) < 0.8, alternating, case.candidates)
@@ -50,7 +50,7 @@ def test_a_step_equals_torch():
     accepted_drafts = set()
     for seed in range(3):
         survival, capacity, case = random_step(seed)
-        outcome = run_step(*on_device(survival, capacity), Batch(*on_device(*case)))
+        outcome = run_step(survival.to(DEVICE), capacity, Batch(*on_device(*case)))
         assert_step_equals_torch(outcome, (survival, capacity, case))
         accepted_drafts |= set(outcome[1].num_accepted.tolist())
     assert {0, 1, 2} <= accepted_drafts
@@ -58,10 +58,10 @@ def test_a_step_equals_torch():
 
 @needs_cuda
 def test_a_step_runs_in_a_cuda_graph_without_a_sync():
-    """Captured once, replayed on other batches of the same size, with other capacities."""
+    """Captured once, replayed on other batches of the same size."""
     survival, capacity, case = random_step(0)
-    static = [*on_device(survival, capacity, *case)]
-    step = (static[0], static[1], Batch(*static[2:]))
+    static = [*on_device(survival, *case)]
+    step = (static[0], capacity, Batch(*static[1:]))
     run_step(*step)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -72,8 +72,8 @@ def test_a_step_runs_in_a_cuda_graph_without_a_sync():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for seed in range(1, 6):
-        survival, capacity, case = random_step(seed)
-        for buffer, values in zip(static, (survival, capacity, *case), strict=True):
+        survival, _, case = random_step(seed)
+        for buffer, values in zip(static, (survival, *case), strict=True):
             buffer.copy_(values)
         graph.replay()
         assert_step_equals_torch(outcome, (survival, capacity, case))
