@@ -221,7 +221,7 @@ def main(
     ]
     if mutations:
         raise typer.Exit(bool(run_mutations(out, reference, prompts, console)))
-    rows = []
+    rows, others = [], [row for name, row in kept.items() if name not in chosen]
     for number, name in enumerate(chosen):
         if name not in kept:
             console.print(f"{number + 1} of {len(chosen)}, {name}: {out / name.replace(' ', '-')}.log", highlight=False)
@@ -234,7 +234,7 @@ def main(
         for fault in find_faults(row):
             console.print(f"  {fault}", highlight=False, markup=False)
         rows.append(row)
-        summary.write_text(json.dumps(rows, indent=1) + "\n")
+        summary.write_text(json.dumps(others + rows, indent=1) + "\n")
     console.print(draw_table(rows), draw_ledger(rows))
     raise typer.Exit(any(map(find_faults, rows)))
 
