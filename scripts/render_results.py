@@ -351,7 +351,8 @@ def trainings() -> str:
 def trained_speed() -> str:
     """Throughput with these drafts over no speculation, automatic capacity and others, by load."""
     rows, loads = [], []
-    for comparison in read_comparisons("drafts"):
+    names = list(TRAINED)
+    for comparison in sorted(read_comparisons("drafts"), key=lambda found: names.index(found.path.stem)):
         loads = find_loads(comparison)
         temperatures = dict.fromkeys(cell.temperature for cell in comparison.cells)
         for temperature, (name, arm) in product(temperatures, comparison.arms.items()):
