@@ -83,7 +83,7 @@ def _ids(answers: Sequence[Answer]) -> list[list[int]]:
 def judge_greedy(reference: Reference, prompts: Sequence[str], answers: Sequence[Answer], penalty: float = 0.0) -> Verdict:
     found = reference.judge_greedy(prompts, _ids(answers), penalty)
     says = f"{found.num_best} of {found.num_tokens} are its own, the worst falls {found.regret:.3f} short"
-    return Verdict(found.regret <= MAX_REGRET["bfloat16"], says, *found)
+    return Verdict(found.regret <= MAX_REGRET, says, *found)
 
 
 def judge_long(reference: Reference, prompts: Sequence[str], answers: Sequence[Answer]) -> Verdict:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cases import DRAWN, GREEDY, LONG, OF_TETRIS, PREFIX_HITS, STANDARD, WANTED, Case
+from cases import DRAWN, FILTERED, GREEDY, LONG, OF_TETRIS, PREFIX_HITS, STANDARD, WANTED, Case
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
@@ -40,6 +40,7 @@ class Arm:
         may_wait: whether a step may wait for the device: it plans on the host, or nothing overlaps.
         has_twin: whether the CPU platform with these flags must accept no more per step, one request at a time. Automatic
             capacity goes by measured times, which mean nothing here.
+        max_launches: operators and kernels outside of graphs that a decode step may take.
     """
 
     flags: Sequence[str]
@@ -50,6 +51,7 @@ class Arm:
     has_twin: bool = False
     has_streams_checked: bool = False
     may_wait: bool = False
+    max_launches: float = math.inf
 
 
 def _serve(target: Path | str, attention: str = "flashinfer", pool: int = 4096) -> list[str]:
@@ -103,26 +105,35 @@ def _upstream(algorithm: str, topk: int, num_tokens: int) -> list[str]:
 COMB = ["--speculative-num-draft-tokens", str(2 * NUM_STEPS + 1)]
 FIXED = [*TETRIS, *_draft("draft"), *_capacity(2)]
 PERFECT = [*TETRIS, *_draft("target"), *_capacity(NUM_STEPS), "--speculative-num-draft-tokens", str(NUM_STEPS + 1)]
+CONTROLLED = (*STANDARD, FILTERED)
 ARMS: Mapping[str, Arm] = {
     "none": Arm(COMMON, (*STANDARD, *WANTED)),
     # Upstream's: if their text is wrong, this CUDA is.
-    "STANDALONE": Arm([*COMMON, *_upstream("STANDALONE", 1, 4), *_draft("draft")], has_streams_checked=True),
-    "EAGLE3": Arm([*COMMON, *_upstream("EAGLE3", 2, 6), *_draft("eagle3")]),
-    "NGRAM": Arm([*COMMON, "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"]),
+    "STANDALONE": Arm([*COMMON, *_upstream("STANDALONE", 1, 4), *_draft("draft")], CONTROLLED, has_streams_checked=True),
+    "EAGLE3": Arm([*COMMON, *_upstream("EAGLE3", 2, 6), *_draft("eagle3")], CONTROLLED),
+    "NGRAM": Arm([*COMMON, "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"], CONTROLLED),
+    "DFLASH": Arm([*COMMON, "--speculative-algorithm", "DFLASH", *_draft("dflash")]),
     "fixed": Arm([*COMMON, *FIXED], (*STANDARD, *OF_TETRIS), has_twin=True),
     "host plan": Arm([*COMMON, *FIXED, "--speculative-tetris-verify-plan", "host"], has_twin=True, may_wait=True),
     "eager": Arm([*COMMON, *FIXED, "--speculative-tetris-verify-plan", "eager"], has_twin=True, may_wait=True),
-    "no overlap": Arm([*COMMON, *FIXED, "--disable-overlap-schedule"], may_wait=True),
+    "no overlap": Arm([*COMMON, *FIXED, "--disable-overlap-schedule"], has_twin=True, may_wait=True),
     "auto": Arm([*COMMON, *TETRIS, *_draft("draft")], (*STANDARD, *OF_TETRIS), has_streams_checked=True),
-    "switching": Arm([*COMMON, *TETRIS, *_draft("draft")], plugin=SWITCHING_PLANS),
-    "comb": Arm([*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True),
+    "switching": Arm([*COMMON, *TETRIS, *_draft("draft")], plugin=SWITCHING_PLANS, has_streams_checked=True),
+    "comb": Arm(
+        [*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True,
+        has_streams_checked=True,
+    ),
     "eagle": Arm([*COMMON, *TETRIS, *_draft("eagle"), *_capacity(2)], has_twin=True),
-    "eagle3": Arm([*COMMON, *TETRIS, *_draft("eagle3"), *COMB, *_capacity(3)], has_twin=True, has_streams_checked=True),
+    "eagle3": Arm(
+        [*COMMON, *TETRIS, *_draft("eagle3"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True,
+        has_streams_checked=True, max_launches=44,
+    ),
     "dflash": Arm(
         [*COMMON, *TETRIS, *_draft("dflash"), *COMB, *_capacity(3)], has_twin=True, has_streams_checked=True, may_wait=True
     ),
+    "dflare": Arm([*COMMON, *TETRIS, *_draft("dflare"), *_capacity(2)], has_twin=True, may_wait=True),
     "mtp": Arm([*_serve(MTP_CHECKPOINT), *TETRIS, *_capacity(2)], has_twin=True),
-    "ngram": Arm([*COMMON, *TETRIS, *_capacity(2)], has_twin=True),
+    "ngram": Arm([*COMMON, *TETRIS, *_capacity(2)], (*STANDARD, *OF_TETRIS), has_twin=True, has_streams_checked=True),
     # The draft is the target, and all it drafts is verified: a wrong, stale or missing entry of its cache shows as a rejection.
     "perfect": Arm(
         [*COMMON, *PERFECT, "--chunked-prefill-size", "16"], (*STANDARD, PREFIX_HITS), min_success=0.95,
@@ -135,9 +146,9 @@ ARMS: Mapping[str, Arm] = {
     # The second one's own plans, selections and draws are wrong.
     "two ranks": Arm(
         [*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3), "--tp-size", "2"], (GREEDY[1], DRAWN),
-        plugin=UNLIKE_RANKS, min_success=0.3,
+        plugin=UNLIKE_RANKS, min_success=0.3, has_streams_checked=True,
     ),
-    "heads of 128": Arm([*_serve(TARGET_128), *FIXED]),
+    "heads of 128": Arm([*_serve(TARGET_128), *FIXED], has_twin=True),
     "fa3": Arm([*_serve(TARGET, "fa3"), *FIXED], has_twin=True),
 }  # fmt: skip
 QUICK = {name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False) for name in ("eagle3",)}

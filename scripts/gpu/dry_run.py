@@ -42,10 +42,10 @@ MAX_LOST = 0.05
 """Of the drafts accepted per step on the CPU platform, those that rounding and other capacities may cost."""
 
 
-def run_arm(name: str, arm: Arm, folder: Path, reference: Reference, prompts: list[str]) -> dict:
+def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
     """Start a server, ask it all of the arm's cases, and judge what it wrote."""
     stem, started_at = name.replace(" ", "-"), time.monotonic()
-    log = folder / f"{stem}.log"
+    log, reference = folder / f"{stem}.log", Reference(TARGET)
     row: dict = {"arm": name, "error": None, "cases": [], "lost": None}
     try:
         flags, variables = prepare(arm, folder)
@@ -74,6 +74,7 @@ def run_arm(name: str, arm: Arm, folder: Path, reference: Reference, prompts: li
                 # While batches are of captured sizes; larger ones run eagerly, and FlashInfer's planning waits then.
                 if case is GREEDY[1] and "ledger" not in row and (costs := ledger.read(folder / "ledger" / stem)) is not None:
                     row["ledger"] = costs._asdict()
+            row["padding"] = measure_padding(server.url)
         if arm.has_twin:
             row["lost"] = measure_lost(on_cpu(flags), folder / f"{stem}-cpu.log", prompts, row["cases"][0])
         row["races"] = json.loads((folder / "ledger" / stem / "races.json").read_text())
@@ -96,6 +97,17 @@ def measure_lost(flags: list[str], log: Path, prompts: list[str], here: dict) ->
         there = count_drafts(answer.meta_info for answer in alone.ask(server.url, prompts))
     expected = there.accepted / there.verify_steps
     return 1 - here["accepted"] / here["steps"] / expected if expected else 0.0
+
+
+def measure_padding(url: str) -> float | None:
+    """Rows per step that fill a graph of the target and are nobody's; None: not TETRIS."""
+    answer = requests.get(f"{url}/server_info", timeout=TIMEOUT_S)
+    answer.raise_for_status()
+    counts = answer.json()["internal_states"][0].get("tetris")
+    if counts is None:
+        return None
+    wanted = counts["num_requests"] + counts["selected_tokens"]
+    return (counts["verified_rows"] - wanted) / counts["num_steps"]
 
 
 def run_checks(folder: Path) -> dict:
@@ -131,9 +143,11 @@ def find_faults(row: dict, arm: Arm | None = None) -> list[str]:
     if (row["lost"] or 0) > MAX_LOST:
         faults.append(f"{row['lost']:.0%} fewer drafts accepted than on the CPU platform")
     faults += [f"{count} times {race}, in no order" for race, count in row.get("races", {}).items()]
+    if (costs := row.get("ledger")) and costs["launches"] > arm.max_launches:
+        faults.append(f"{costs['launches']:.1f} launches a step, not {arm.max_launches}")
     if "TETRIS" in arm.flags and GREEDY[1] in arm.cases and not arm.may_wait:
-        costs = row.get("ledger") or {"waits": {"no decode step was counted": 1}}
-        faults += [f"a step waits: {what}, {count:.2f} a step" for what, count in costs["waits"].items()]
+        waits = costs["waits"] if costs else {"no decode step was counted": 1}
+        faults += [f"a step waits: {what}, {count:.2f} a step" for what, count in waits.items()]
     return faults
 
 
@@ -167,16 +181,17 @@ def draw_table(rows: list[dict]) -> Table:
 def draw_ledger(rows: list[dict]) -> Table:
     table = Table(title="A decode step, on average", title_justify="left", box=None, pad_edge=False)
     columns = ("launches", "graph_launches", "in_graphs", "host_plans", "pinned_copies", "pageable_copies", "syncs")
-    for column in ("arm", *(name.replace("_", " ") for name in columns), "launches are"):
+    for column in ("arm", *(name.replace("_", " ") for name in columns), "padding", "launches are"):
         table.add_column(column, overflow="fold")
     for row in (row for row in rows if row.get("ledger")):
         costs = row["ledger"]
         callers = ", ".join(f"{name} {count:.0f}" for name, count in list(costs["callers"].items())[:5])
-        table.add_row(row["arm"], *(f"{costs[name]:.1f}" for name in columns), callers)
+        padding = "" if row.get("padding") is None else f"{row['padding']:.1f}"
+        table.add_row(row["arm"], *(f"{costs[name]:.1f}" for name in columns), padding, callers)
     return table
 
 
-def run_mutations(folder: Path, reference: Reference, prompts: list[str], console: Console) -> list[str]:
+def run_mutations(folder: Path, prompts: list[str], console: Console) -> list[str]:
     """Bend one line after the other. Returns the mutations that nothing found."""
     table = Table(title="Mutations", title_justify="left", box=None, pad_edge=False)
     for column in ("mutation", "arm", "found by"):
@@ -186,7 +201,7 @@ def run_mutations(folder: Path, reference: Reference, prompts: list[str], consol
         console.print(f"{number + 1} of {len(MUTATIONS)}: {name}", highlight=False)
         arm = mutation.apply()
         (folder / "mutation").mkdir(exist_ok=True)
-        row = run_arm(f"mutation {number + 1}", arm, folder / "mutation", reference, prompts)
+        row = run_arm(f"mutation {number + 1}", arm, folder / "mutation", prompts)
         faults = [] if row["not tested"] else find_faults(row, arm)
         if not faults:
             survivors.append(name)
@@ -214,13 +229,12 @@ def main(
     kept = {}
     if resume and summary.exists():
         kept = {row["arm"]: row for row in json.loads(summary.read_text()) if not find_faults(row)}
-    reference = Reference(TARGET)
     prompts = [
         json.loads(line)["text"]
         for line in (PAIR / "prompts.jsonl").read_text().splitlines()[: NUM_QUICK if quick else NUM_PROMPTS]
     ]
     if mutations:
-        raise typer.Exit(bool(run_mutations(out, reference, prompts, console)))
+        raise typer.Exit(bool(run_mutations(out, prompts, console)))
     rows, others = [], [row for name, row in kept.items() if name not in chosen]
     for number, name in enumerate(chosen):
         if name not in kept:
@@ -230,7 +244,7 @@ def main(
         elif name == CHECKS:
             row = run_checks(out)
         else:
-            row = run_arm(name, QUICK[name] if quick else ARMS[name], out, reference, prompts)
+            row = run_arm(name, QUICK[name] if quick else ARMS[name], out, prompts)
         for fault in find_faults(row):
             console.print(f"  {fault}", highlight=False, markup=False)
         rows.append(row)

@@ -31,9 +31,25 @@ class Mutation(NamedTuple):
     def body(self) -> str:
         """Of a plugin, see tests.e2e.plugins.write_plugin."""
         return f"""
-    from mutations import mutate
-    mutate({self.owner!r}, {self.function!r}, {self.old!r}, {self.new!r})
+    from mutations import Mutation
+    {self!r}.land()
 """
+
+    def bend(self) -> str:
+        """The function's source with the fault in it."""
+        source = textwrap.dedent(inspect.getsource(getattr(self._find_owner(), self.function)))
+        assert source.count(self.old) == 1, f"{self.old!r} stands {source.count(self.old)} times in {self.function}"
+        return source.replace(self.old, self.new)
+
+    def land(self) -> None:
+        """Put the fault into the process that calls this."""
+        module, made = importlib.import_module(self.owner[0]), {}
+        exec(compile(self.bend(), str(module.__file__), "exec"), module.__dict__, made)
+        setattr(self._find_owner(), self.function, made[self.function])
+        print(LANDED, flush=True)
+
+    def _find_owner(self):
+        return getattr(importlib.import_module(self.owner[0]), self.owner[1])
 
     def apply(self) -> Arm:
         """The server with this fault."""
@@ -45,18 +61,6 @@ class Mutation(NamedTuple):
             has_twin=False,
             has_streams_checked=self.owner == STREAM,
         )
-
-
-def mutate(where: tuple[str, str], function: str, old: str, new: str) -> None:
-    """Replace a piece of a function's source, in the process that calls this."""
-    module = importlib.import_module(where[0])
-    owner = getattr(module, where[1])
-    source = textwrap.dedent(inspect.getsource(getattr(owner, function)))
-    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {function}"
-    made: dict = {}
-    exec(compile(source.replace(old, new), str(module.__file__), "exec"), module.__dict__, made)
-    setattr(owner, function, made[function])
-    print(LANDED, flush=True)
 
 
 MUTATIONS = {

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_REGRET = {"float32": 1e-3, "bfloat16": 0.05}
-"""In logits: what rounding may cost the token that was taken."""
+MAX_REGRET = 0.05
+"""In logits: what rounding to bfloat16 may cost the token that was taken."""
 MAX_OUTSIDE = 0.02
 """Share of the drawn tokens that rounding may let through a filter whose bound they are at."""
 

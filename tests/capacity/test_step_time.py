@@ -63,6 +63,25 @@ def test_learns_a_machine_unlike_the_seeds():
     assert model.relative_error < 0.15
 
 
+@pytest.mark.parametrize("seed", [SEED, PassTimes(SEED.target_s)], ids=["model", "n-grams"])
+def test_what_drafting_takes_beside_its_passes_is_not_taken_for_the_targets(seed):
+    """As on two cores with a head: a tenth of a plain step, which is looked at once in a hundred steps."""
+    model, rng = StepTimeModel(seed, max_rows=160, max_batch_size=16), np.random.default_rng(3)
+    exact = StepTimeModel(seed, max_rows=160, max_batch_size=16)
+
+    def seconds(shape: StepShape) -> float:
+        plain = exact.predict_step(shape._replace(depth=0))
+        return plain + (shape.depth > 0) * (0.0016 + 0.0012 * bool(seed.window_s))
+
+    for i in range(600):
+        batch_size = (4, 4, 4, 3, 2)[i % 5]
+        plain = StepShape(batch_size, 0, batch_size)
+        shape = plain if i % 100 == 50 else StepShape(batch_size, 1, 2 * batch_size + i % 3)
+        model.observe(shape, seconds(shape) * np.exp(0.05 * rng.normal()))
+    plain = StepShape(4, 0, 4)
+    assert model.predict_step(plain) == pytest.approx(seconds(plain), rel=0.06)
+
+
 @pytest.mark.parametrize("every", [40, 12])
 def test_late_steps_that_stand_alone_do_not_count(every):
     """12: a server that is suspended every few seconds, as in the bench's turns."""

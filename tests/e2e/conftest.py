@@ -109,6 +109,11 @@ ARGUMENTS = {
         *UNSEEDED, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "eagle3"),
         "--speculative-num-draft-tokens", "13", "--speculative-tetris-capacity-per-request", "4", "--tp-size", "2",
     ],
+    # After plain steps the target's states become keys and values of the draft, on both ranks.
+    "parallel_dflash": [
+        *UNSEEDED, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "dflash"),
+        "--speculative-num-draft-tokens", "13", "--tp-size", "2",
+    ],
     # Trees from one pass.
     "dflash": [
         *COMMON, *TETRIS, *CRAMPED, "--speculative-draft-model-path", str(PAIR / "dflash"),
@@ -128,9 +133,9 @@ ARGUMENTS = {
     ],
 }  # fmt: skip
 AS_USERS_HAVE_THEM = ("auto",)
-SWITCHING = ("perfect_switching", "eagle3", "mtp", "parallel")
+SWITCHING = ("perfect_switching", "eagle3", "mtp", "parallel", "parallel_dflash")
 """Those with plugins.SWITCHING_PLANS."""
-PARALLEL = ("parallel", "parallel_comb")
+PARALLEL = ("parallel", "parallel_comb", "parallel_dflash")
 """Those with plugins.UNLIKE_RANKS."""
 # Kept for the session, because other tests than those of one fixture use them.
 SHARED = ("plain", "overlap", "auto")
@@ -144,7 +149,7 @@ FEATURED = ("overlap", "comb", "ngram", "eagle3")
 # Of the drafts verified; a draft that is fed the wrong tokens, positions or states gets nearly none accepted.
 MIN_SUCCESS = {
     "overlap": 0.5, "synchronous": 0.5, "comb": 0.3, "ngram": 0.08, "eagle": 0.35, "eagle3": 0.15,
-    "dflash": 0.2, "mtp": 0.35, "parallel": 0.3, "parallel_comb": 0.3,
+    "dflash": 0.2, "mtp": 0.35, "parallel": 0.3, "parallel_comb": 0.3, "parallel_dflash": 0.1,
 }  # fmt: skip
 
 

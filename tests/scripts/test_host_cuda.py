@@ -120,6 +120,35 @@ def test_what_nobody_computes_is_named(run):
 
 
 @pytest.mark.parametrize(
+    ("library", "call", "is_captured"),
+    [
+        ("libcudart.so.13", "cudaMemset(at, 0, size)", True),
+        ("libcudart.so.13", "cudaMemcpy2DAsync(at, size, at, size, size, one, 3, None)", True),
+        ("libcudart.so.13", "cudaMemset2DAsync(at, size, 0, size, one, None)", False),
+        ("libcuda.so.1", "cuMemcpyDtoDAsync_v2(at, at, size, None)", False),
+        ("libcublas.so.13", "cublasSaxpy_v2()", False),
+        ("libcublasLt.so.13", "cublasLtMatrixTransform()", False),
+    ],
+    ids=lambda value: value.split("(")[0] if isinstance(value, str) else "",
+)
+def test_what_libraries_do_unseen_is_named(run, library, call, is_captured):
+    run(f"""
+        import contextlib, ctypes
+        x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+        at, size, one = ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(8), ctypes.c_size_t(1)
+        library = ctypes.CDLL({library!r})
+        try:
+            with torch.cuda.graph(graph) if {is_captured} else contextlib.nullcontext():
+                library.{call}
+                x + 1
+        except RuntimeError as error:
+            assert {call.split("(")[0]!r} in str(error), error
+        else:
+            raise SystemExit("nobody noticed")
+    """)
+
+
+@pytest.mark.parametrize(
     "operation", ["y.item()", "y.cpu()", "y.nonzero()", "torch.ones(3).to('cuda')"], ids=["item", "cpu", "nonzero", "upload"]
 )
 def test_what_ends_a_capture_is_refused(run, operation):

@@ -59,7 +59,8 @@ class PassTimes:
         return cls(**curves, context_s=float(values["context_s"]))
 
 
-# Standard deviations before the first step, relative to what was timed. A step's host time is not timed beforehand.
+# Standard deviations before the first step, relative to what was timed. A step's host time is not timed beforehand, nor is what
+# a step that drafts takes beside its passes, which counts with the window's.
 _COMMON_DEVIATION = 0.3
 _CURVE_DEVIATION = {"target": 0.15, "window": 0.3, "branch": 0.3, "host": 1.0}
 _CONTEXT_DEVIATION = 1.0
@@ -111,8 +112,12 @@ class StepTimeModel:
                 curve = interpolate(nodes, times) if times else np.zeros(len(nodes))
             self._curves[name] = (nodes, slice(start, start + len(nodes)))
             start += len(nodes)
+            deviation = _CURVE_DEVIATION[name] * curve
+            if name == "window":
+                untimed = HOST_SHARE * interpolate(nodes, seed.target_s)
+                curve, deviation = curve + untimed, np.hypot(deviation, untimed)
             values.append(curve)
-            deviations.append(_CURVE_DEVIATION[name] * curve)
+            deviations.append(deviation)
             octaves = np.abs(np.subtract.outer(np.log2(nodes), np.log2(nodes)))
             blocks.append(np.exp(-octaves / _RELATED_OCTAVES))
         values.append(np.array([seed.context_s]))

@@ -174,6 +174,8 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t byt
 }
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                               cudaMemcpyKind, cudaStream_t) {
+  if (capturing)
+    host_cuda_refuse("cudaMemcpy2DAsync while a graph is captured");
   for (size_t row = 0; row < height; ++row)
     memmove((char *)to + row * to_pitch, (char *)from + row * from_pitch, width);
   return cudaSuccess;
