@@ -70,6 +70,8 @@ def summarise(rows: list[dict], steps: int) -> Ledger:
 
 
 def classify(what: str) -> str:
+    if what == IN_GRAPH + "event":
+        return "uncounted"
     if what.startswith(IN_GRAPH):
         return "in_graphs"
     if what == GRAPH:

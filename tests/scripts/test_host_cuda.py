@@ -528,6 +528,23 @@ def test_what_is_waited_for_comes_before(order):
     }
 
 
+def test_an_event_in_a_graph_is_recorded_with_every_replay(run):
+    run("""
+        from host_cuda.streams import STREAMS, current_stream, take_over_streams
+        take_over_streams()
+        x, event, other = torch.zeros(3, device="cuda"), torch.cuda.Event(external=True), torch.cuda.Stream()
+        graph, own = torch.cuda.CUDAGraph(), current_stream()
+        with torch.cuda.graph(graph):
+            x.add_(1)
+            event.record()
+        for _ in range(2):
+            graph.replay()
+            STREAMS.launch(own)  # what comes behind the graph is not waited for
+            other.wait_event(event)
+            assert STREAMS.record(other.cuda_stream).get(own, 0) == STREAMS.record(own)[own] - 1
+    """)
+
+
 def test_fresh_memory_has_no_past_and_tables_are_exempt():
     streams, table = Streams(), torch.zeros(8)
     work(streams, 1, "a write", WRITE)

@@ -18,6 +18,7 @@ import torch
 
 from host_cuda.streams import ARE_CHECKED, STREAMS, Access, Snapshot, current_stream
 
+EVENT = "event"
 Run = Callable[[], None]
 Touched = Callable[[], list[Access]]
 
@@ -107,6 +108,15 @@ class Recorder:
         stack = "".join(traceback.format_stack(limit=12)[:-2])
         print(f"host CUDA: nobody computes {what}\n{stack}", file=sys.stderr, flush=True)
 
+    def record_again(self, event: torch.cuda.Event) -> None:
+        """An event recorded in a captured graph is recorded with every replay: SGLang's scheduler waits for one."""
+
+        def run() -> None:
+            event.carried = STREAMS.record(current_stream())
+
+        if self._captured is not None:
+            self._captured.append((EVENT, run))
+
     def begin_capture(self) -> None:
         self.check()
         self._captured = []
@@ -162,8 +172,14 @@ def count_native() -> dict[str, int]:
 
 
 def take_over_graphs() -> None:
-    """Let torch's graphs record and replay here."""
-    graph = torch.cuda.CUDAGraph
+    """Let torch's graphs record and replay here, events in them, too."""
+    graph, record = torch.cuda.CUDAGraph, torch.cuda.Event.record
+
+    def record_event(self, *args):
+        record(self, *args)
+        RECORDER.record_again(self)
+
+    torch.cuda.Event.record = record_event
     begin, end, replay, reset = graph.capture_begin, graph.capture_end, graph.replay, graph.reset
 
     def capture_begin(self, *args, **kwargs):
