@@ -38,7 +38,7 @@ def _check_step_ms(step_ms: float | None) -> float | None:
 Out = Annotated[Path, typer.Option(help="where to write the JSON")]
 StepMs = Annotated[
     float | None,
-    typer.Option(help="time of a step of the demo pair, to print this part's share of it", callback=_check_step_ms),
+    typer.Option(help="time of a step, to print this part's share of it", callback=_check_step_ms),
 ]
 Rounds = Annotated[int, typer.Option(min=3, help="timing rounds per cell")]
 RoundMs = Annotated[float, typer.Option(help="least time that each part runs in a round")]

@@ -52,6 +52,9 @@ def main(
         for rule, shape in CASES
         if float(temperature) > 0 or rule == "coupled"
     ]
+    command = shlex.join(["python", "scripts/measure_rules.py", *sys.argv[1:]])
+    provenance = collect_provenance() | {"command": command, "prompts": len(texts), "seed": seed}
+    out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for temperature, capacity, rule, shape in track(jobs, description="serving", console=Console()):
         recording = Recording(
@@ -65,10 +68,7 @@ def main(
             record(recording, path, texts, new_tokens, concurrency, seed)
             counted = count_trace(read_trace(path))
         rows.append({"temperature": temperature, "capacity": capacity, "rule": rule, "shape": shape} | counted)
-    command = shlex.join(["python", "scripts/measure_rules.py", *sys.argv[1:]])
-    provenance = collect_provenance() | {"command": command, "prompts": len(texts), "seed": seed}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+        out.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
     print(f"written: {out}")
 
 
