@@ -16,13 +16,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import ledger
 import requests
 import typer
-from cases import GREEDY, TIMEOUT_S, Case
+from cases import GREEDY, TIMEOUT_S, Answer
 from dry_arms import ARMS, PAIR, QUICK, REPOSITORY, TARGET, Arm, on_cpu, prepare
 from forked_server import COMMAND as FORKED
 from host_cuda.environment import build, environment
@@ -57,7 +58,7 @@ def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
         shutil.rmtree(folder / "ledger" / stem, ignore_errors=True)
         with ServerProcess(flags, log, environment=computing, start_timeout_s=START_TIMEOUT_S) as server:
             row["start_s"] = round(server.start_seconds, 1)
-            asked, answers = prompts, []
+            asked, answers, alone = prompts, [], []
             for case in arm.cases:
                 if case.goes_on:
                     asked = [prompt + answer.text for prompt, answer in zip(asked, answers, strict=True)]
@@ -65,6 +66,7 @@ def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
                     asked = prompts
                     requests.post(f"{server.url}/flush_cache", params={"timeout": 60}, timeout=TIMEOUT_S).raise_for_status()
                 answers = case.ask(server.url, asked)
+                alone = alone or answers
                 drafts = count_drafts(answer.meta_info for answer in answers)
                 row["cases"].append({
                     "case": case.name, "temperature": case.sampling.get("temperature", 0),
@@ -76,9 +78,9 @@ def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
                     row["ledger"] = costs._asdict()
             row["padding"] = measure_padding(server.url)
         if arm.has_twin:
-            row["lost"] = measure_lost(on_cpu(flags), folder / f"{stem}-cpu.log", prompts, row["cases"][0])
+            row["lost"] = measure_lost(on_cpu(flags), folder / f"{stem}-cpu.log", prompts, alone)
         row["races"] = json.loads((folder / "ledger" / stem / "races.json").read_text())
-    except (ServerFailed, OSError, requests.RequestException) as error:
+    except (ServerFailed, OSError, ValueError, requests.RequestException) as error:
         row["error"] = f"{type(error).__name__}: {str(error)[-300:]} (see {log})"
     text = log.read_text(errors="replace") if log.exists() else ""
     row["tracebacks"] = text.count("Traceback (most recent call last)")
@@ -88,15 +90,23 @@ def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
     return row
 
 
-def measure_lost(flags: list[str], log: Path, prompts: list[str], here: dict) -> float:
-    """Of the drafts accepted per step on the CPU platform, one request at a time, the share that is not accepted here."""
-    alone: Case = GREEDY[0]
-    assert here["case"] == alone.name
+def measure_lost(flags: list[str], log: Path, prompts: list[str], here: Sequence[Answer]) -> float:
+    """Of the drafts accepted per step on the CPU platform, one request at a time, the share that is not accepted here.
+
+    Where rounding has parted two texts, other drafts are accepted: pairs that are the same count.
+
+    Args:
+        here: what was answered to `GREEDY[0]`.
+    """
     options = {"environment": {"OMP_NUM_THREADS": "1"}, "entry_point": FORKED, "start_timeout_s": START_TIMEOUT_S}
     with ServerProcess(flags, log, **options) as server:
-        there = count_drafts(answer.meta_info for answer in alone.ask(server.url, prompts))
-    expected = there.accepted / there.verify_steps
-    return 1 - here["accepted"] / here["steps"] / expected if expected else 0.0
+        pairs = list(zip(here, GREEDY[0].ask(server.url, prompts), strict=True))
+    same = [pair for pair in pairs if pair[0].output_ids == pair[1].output_ids]
+    if 2 * len(same) < len(pairs):
+        raise ValueError(f"{len(same)} of {len(pairs)} texts are those of the CPU platform")
+    ours, theirs = (count_drafts(answer.meta_info for answer in side) for side in zip(*same, strict=True))
+    expected = theirs.accepted / theirs.verify_steps
+    return 1 - ours.accepted / ours.verify_steps / expected if expected else 0.0
 
 
 def measure_padding(url: str) -> float | None:

@@ -475,6 +475,36 @@ def test_upstreams_draws_over_a_tree_are_the_targets():
     assert both > 0
 
 
+def test_captured_look_ups_find_what_others_do(run):
+    run("""
+        import random
+        from tetris_sglang.capacity import measure_curves
+        from tetris_sglang.estimates.estimator import AcceptanceEstimator
+        from tetris_sglang.drafting import propose_matches
+        from tetris_sglang.runtime.cuda.ngram_graph import NgramGraphs
+        from tetris_sglang.texts import RecentTexts
+
+        rng, shares = random.Random(0), [0.0, 0.5, 1.0, 2.0]
+        texts, estimate = RecentTexts(6, 50, "cuda", are_shared=False, width=64), AcceptanceEstimator(4, "cuda")
+        look_up = lambda rows, depth: propose_matches(texts.find(rows, depth), estimate)
+        graphs = NgramGraphs(look_up, [1, 4, 2], 4, shares, "cuda")
+        slots = torch.arange(1, 6, device="cuda")
+        texts.begin(slots, texts.place(range(1, 6), range(5), [0] * 5).to("cuda"))
+        for _ in range(12):
+            tokens = torch.tensor([[rng.randrange(6) for _ in range(3)] for _ in range(5)]).to("cuda")
+            texts.append(slots, tokens, torch.full((5,), 3).to("cuda"))
+            for batch_size, depth in ((3, 4), (1, 2), (4, 1)):
+                rows = slots[torch.tensor(rng.sample(range(5), batch_size)).to("cuda")]
+                found, expected = graphs.replay(rows, depth), look_up(rows, depth)
+                for name in ("tokens", "survival", "probs", "evidence"):
+                    assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+                shares_there = torch.tensor(shares).to("cuda")
+                curves = measure_curves(expected.survival, expected.depths, depth, shares_there)
+                assert torch.allclose(found.curves, curves, atol=1e-6)
+        assert not graphs.can_run(5)
+    """)
+
+
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 

@@ -167,9 +167,10 @@ class TetrisWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """The attention backends are there: passes run, are captured and timed, and steps can."""
         super().init_cuda_graphs()
-        if self._draft_worker is not None:
-            num_nodes = self._draft.count_nodes(self.speculative_num_steps)
-            self._draft.capture(capacity_shares(num_nodes) if self.config.capacity_is_automatic else None)
+        graph_runner = self._target_worker.model_runner.decode_cuda_graph_runner  # None on a CPU, or without graphs
+        batch_sizes = [] if graph_runner is None else graph_runner.capture_bs
+        num_nodes = self._draft.count_nodes(self.speculative_num_steps)
+        self._draft.capture(batch_sizes, capacity_shares(num_nodes) if self.config.capacity_is_automatic else None)
         limits = self._make_limits()
         if self.device == "cuda":
             runner = self._target_worker.model_runner
@@ -184,7 +185,7 @@ class TetrisWorker(BaseSpecWorker):
             )
         phases = PhaseTimer(self.config.phase_times, self._metrics.count_phase, on_cuda=self.device == "cuda")
         self._planner = StepPlanner(self._make_policy(), limits, self._metrics, self.device, self._ranks)
-        self._observers = self._make_observers()
+        self._observers = self._make_observers(batch_sizes)
         self._steps = StepRunner(
             self._target_worker,
             self.speculative_num_draft_tokens,
@@ -202,18 +203,17 @@ class TetrisWorker(BaseSpecWorker):
         self.tetris_reports = [report for report in reports if report is not None]
         """What /server_info shows (runtime/reports/metrics.py)."""
 
-    def _make_observers(self) -> list[Observer]:
+    def _make_observers(self, batch_sizes: Sequence[int]) -> list[Observer]:
         learners = [learner for learner in (self._texts, self._weights, self._estimator) if learner is not None]
         reporters = [each for each in (self._recorder, self._text_recorder, self._metrics) if each is not None]
-        runner = self._target_worker.model_runner.decode_cuda_graph_runner  # None on a CPU, or without graphs
-        if runner is None:
+        if not batch_sizes:
             return [*learners, *reporters]
         from tetris_sglang.runtime.cuda.captured_observers import CapturedObservers
 
         captured = CapturedObservers(
             learners,
             self._texts,
-            batch_sizes=runner.capture_bs,
+            batch_sizes=batch_sizes,
             width=self.speculative_num_draft_tokens,
             max_depth=self.speculative_num_steps,
             has_combs=self._spec.num_children > 1,

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
-from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 from torch import Tensor
 
 from tetris_sglang.capacity import StepPlan
 from tetris_sglang.drafting import Grid, Proposal, TreeShape
 from tetris_sglang.observers import Observer, StepRecord
 from tetris_sglang.packing import AcceptedTokens, empty_packed_tokens
+from tetris_sglang.runtime.cuda.graphs import capture_sizes
 from tetris_sglang.runtime.request_texts import RequestTexts
 
 NOT_A_REQUEST = -1
@@ -56,19 +56,8 @@ class CapturedObservers:
         self._parents, self._depths = (zeros(width) if has_combs else None for _ in range(2))
         self._path = zeros(max_depth + 1) if has_combs else None
         self._max_depth = max_depth
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._fill(0, size)
-        pool = get_or_create_global_graph_memory_pool(torch.cuda)
-        for captured in reversed(self._batch_sizes):
-            record = self._make_record(captured)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._observe(record)  # whatever is compiled or allocated once
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = self._graphs[captured] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._observe(record)
+        self._graphs = capture_sizes(lambda size: self._observe(self._make_record(size)), self._batch_sizes)
 
     def begin(self, batch, next_token_ids: Tensor) -> None:
         for observer in self._observers:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
@@ -31,15 +30,13 @@ from tetris_sglang.runtime.drafts.windows import Window, make_window_input
 logger = logging.getLogger(__name__)
 
 
-def capture_drafts(passes: DraftPasses, states: Tensor | None, shares: Sequence[float] | None) -> DraftGraphs | None:
-    """Capture for every batch size that SGLang captures; None where decode graphs are switched off.
+def capture_drafts(passes: DraftPasses, states: Tensor | None, shares: Sequence[float] | None) -> DraftGraphs:
+    """Capture for every batch size that SGLang captures.
 
     Args:
         states: [slots, window_width, size], the target's states that go with the windows of the requests in these slots.
-        shares: as in `ModelDraft.capture`.
+        shares: as in `Draft.capture`.
     """
-    if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
-        return None
     worker = passes.worker
     started_at, before = time.perf_counter(), get_available_gpu_memory(worker.device, worker.gpu_id)
     graphs = (BlockGraphs if isinstance(passes, BlockPasses) else DraftGraphs)(passes, states, shares)

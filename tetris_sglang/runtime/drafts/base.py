@@ -26,6 +26,14 @@ class Draft(Protocol):
     def count_nodes(self, depth: int) -> int:
         """Tokens that a request drafts with `depth` passes."""
 
+    def capture(self, batch_sizes: Sequence[int], shares: Sequence[float] | None) -> None:
+        """Capture what is drafted with as CUDA graphs; when the attention backends are there.
+
+        Args:
+            batch_sizes: that the target's graphs have; none: there are no graphs.
+            shares: capacities per request that the planner wants curves for (`measure_curves`); None: it wants none.
+        """
+
     def prefill(
         self, batch, input_ids: Tensor, hidden_states: Tensor | None, next_token_ids: Tensor, kv_loc_plan
     ) -> EagleDraftInput:

@@ -78,13 +78,9 @@ class ModelDraft:
         """See `Draft`."""
         return self.spec.count_nodes(depth)
 
-    def capture(self, shares: Sequence[float] | None) -> None:
-        """Capture the passes as CUDA graphs, where there are any; when the attention backends are there.
-
-        Args:
-            shares: capacities per request that the planner wants curves for (`measure_curves`); None: it wants none.
-        """
-        if self.runner.device != "cuda" or self.spec.num_steps < 2:
+    def capture(self, batch_sizes: Sequence[int], shares: Sequence[float] | None) -> None:
+        """See `Draft`; a head's single pass runs eagerly."""
+        if not batch_sizes or self.spec.num_steps < 2:
             return
         from tetris_sglang.runtime.cuda.draft_graph import capture_drafts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
@@ -31,6 +32,16 @@ class NgramDraft:
     def __init__(self, num_steps: int, texts: RequestTexts, estimate: Calibrate) -> None:
         self.depths: Sequence[int] = range(1, num_steps + 1)
         self._texts, self._estimate = texts, estimate
+        self._graphs: Any = None
+        """`NgramGraphs`, on CUDA alone."""
+
+    def capture(self, batch_sizes: Sequence[int], shares: Sequence[float] | None) -> None:
+        """See `Draft`."""
+        if not batch_sizes:
+            return
+        from tetris_sglang.runtime.cuda.ngram_graph import NgramGraphs
+
+        self._graphs = NgramGraphs(self._look_up, batch_sizes, self.depths[-1], shares, self._texts.tokens.device)
 
     def count_nodes(self, depth: int) -> int:
         """See `Draft`."""
@@ -44,6 +55,12 @@ class NgramDraft:
         """See `Draft`."""
         self._texts.flush()
         rows = batch.req_pool_indices
+        if self._graphs is not None and self._graphs.can_run(len(rows)):
+            return self._graphs.replay(rows, depth)
+        return self._look_up(rows, depth)
+
+    def _look_up(self, rows: Tensor, depth: int) -> Proposal:
+        """Of the requests in the slots `rows` [batch]. Sync: none; CUDA-graph safe."""
         match = self._texts.recent.find(rows, depth)
         shared = match.match_lens[:, None] + torch.arange(depth, device=rows.device)
         return propose_matches(match, self._estimate, trust_match_lens(shared))
