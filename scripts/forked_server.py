@@ -48,11 +48,13 @@ def import_all() -> None:
 
 def listen(path: str) -> None:
     """Fork servers until the process that started this one is gone."""
-    parent = os.getppid()
+    parent, before = os.getppid(), set(os.environ)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)  # clients wait from now on
         listener.listen(8)
         import_all()
+        # Of a process that imports everything itself: the CPU platform's, for one.
+        made = {name: value for name, value in os.environ.items() if name not in before}
         listener.settimeout(_POLL_S)
         while os.getppid() == parent:
             try:
@@ -63,21 +65,22 @@ def listen(path: str) -> None:
                 message, files, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 2)
                 if os.fork() == 0:
                     listener.close()
-                    _become_server(connection, json.loads(message), files)
+                    _become_server(connection, json.loads(message), files, made)
                 for file in (*files, connection.fileno()):
                     os.close(file)
                 connection.detach()
             _reap()
 
 
-def _become_server(connection: socket.socket, asked: dict, files: list[int]) -> NoReturn:
+def _become_server(connection: socket.socket, asked: dict, files: list[int], made: dict[str, str]) -> NoReturn:
+    """Args: asked: arguments, environment and folder. files: its output. made: variables that imports have made."""
     os.setsid()
     for standard, file in zip((1, 2), files, strict=True):
         os.dup2(file, standard)
         os.close(file)
     os.chdir(asked["folder"])
     os.environ.clear()
-    os.environ.update(asked["environment"])
+    os.environ.update(made | asked["environment"])
     sys.path[:0] = [f for f in os.environ.get("PYTHONPATH", "").split(os.pathsep) if f and f not in sys.path]
     random.seed()  # ports and seeds are drawn
     connection.settimeout(None)

@@ -119,10 +119,7 @@ ARMS: Mapping[str, Arm] = {
     "no overlap": Arm([*COMMON, *FIXED, "--disable-overlap-schedule"], has_twin=True, may_wait=True),
     "auto": Arm([*COMMON, *TETRIS, *_draft("draft")], (*STANDARD, *OF_TETRIS), has_streams_checked=True),
     "switching": Arm([*COMMON, *TETRIS, *_draft("draft")], plugin=SWITCHING_PLANS, has_streams_checked=True),
-    "comb": Arm(
-        [*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True,
-        has_streams_checked=True,
-    ),
+    "comb": Arm([*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True),
     "eagle": Arm([*COMMON, *TETRIS, *_draft("eagle"), *_capacity(2)], has_twin=True),
     "eagle3": Arm(
         [*COMMON, *TETRIS, *_draft("eagle3"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True,
