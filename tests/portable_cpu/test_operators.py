@@ -198,6 +198,7 @@ ORACLE = textwrap.dedent(
     """
     import torch, json, sys
     from sglang.kernels.ops.speculative import spec_tree
+    from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
     from sglang.kernels.ops.speculative.gather_spec_extras import gather_spec_extras
     from tetris_sglang.portable_cpu import operators
     torch.manual_seed(0)
@@ -244,6 +245,20 @@ ORACLE = textwrap.dedent(
         b = operators.gather_spec_extras(index, *buffers[:3], hidden)
         if not all(x is y is None or torch.equal(x, y) for x, y in zip(a, b)):
             different.append(["gather_spec_extras"])
+    for rows, num_q, num_k, dim in ((1, 2, 1, 16), (5, 4, 2, 64)):
+        qkv = torch.randn(rows, (num_q + 2 * num_k) * dim + 8).to(torch.bfloat16)[:, :-8]
+        weights = [torch.randn(dim).to(torch.bfloat16) for _ in range(2)]
+        angles = torch.rand(40, dim // 2) * 6
+        table = torch.cat((angles.cos(), angles.sin()), dim=1)
+        given = (torch.randint(0, 40, (rows,)), *weights, table, num_q, num_k, dim, 1e-6)
+        a, b = qkv.clone(), qkv.clone()
+        table_qk_norm_rope_(a, *given)
+        operators.table_qk_norm_rope_(b, *given)
+        v = slice((num_q + num_k) * dim, None)
+        if not (torch.equal(a[:, v], b[:, v]) and torch.allclose(a.float(), b.float(), atol=0.02, rtol=0.01)):
+            different.append(["table_qk_norm_rope_", rows])
+        if torch.equal(a, qkv):
+            different.append(["nothing was done"])
     print(json.dumps(different))
     """
 )

@@ -312,6 +312,34 @@ def gather_spec_extras(
     )
 
 
+def table_qk_norm_rope_(
+    qkv: Tensor,
+    positions: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    num_q_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    eps: float,
+) -> None:
+    """Norms and turns queries and keys in place, as DFlash drafts in bfloat16 want it
+    (`kernels/ops/attention/table_qk_norm_rope.py`).
+
+    Args:
+        qkv: [rows, heads of queries, keys and values, one behind the other]. positions: [rows].
+        cos_sin_cache: [max positions, head_dim], the cosines first.
+    """
+    num_heads = num_q_heads + num_k_heads
+    heads = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+    weights = torch.cat((q_weight.expand(num_q_heads, -1), k_weight.expand(num_k_heads, -1))).float()
+    values = heads.float()
+    scale = (values.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    first, second = (values * scale * weights).to(qkv.dtype).float().chunk(2, dim=-1)
+    cos, sin = cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
+    heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+
 def get_last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_tensor: Tensor) -> Tensor:
     """[bs] cache row of each request's last prefix token, or -1 (`srt/mem_cache/allocation.py`)."""
     last = req_to_token[req_pool_indices_tensor, (prefix_lens_tensor - 1).clamp(min=0)]
