@@ -17,6 +17,8 @@ LOADS = (1, 3, 8)
 MIN_P = 1e-3
 TIMEOUT_S = 900.0
 FILTERS = Filters(top_k=20, top_p=0.9, min_p=0.05)
+UPSTREAMS_FILTERS = FILTERS._replace(min_p=0.0)
+"""SGLang's own verification leaves min-p out."""
 FREQUENCY_PENALTY = 0.7
 REGEX = r"[0-9]{3}-[0-9]{4}"
 MAX_LONG_REGRET = 0.15
@@ -108,6 +110,10 @@ def judge_filtered(reference: Reference, prompts: Sequence[str], answers: Sequen
     return judge_draws(reference, prompts, answers, FILTERS)
 
 
+def judge_filtered_by_upstream(reference: Reference, prompts: Sequence[str], answers: Sequence[Answer]) -> Verdict:
+    return judge_draws(reference, prompts, answers, UPSTREAMS_FILTERS)
+
+
 def judge_grammar(reference: Reference, prompts: Sequence[str], answers: Sequence[Answer]) -> Verdict:
     wrong = [answer.text for answer in answers if not re.fullmatch(REGEX, answer.text)]
     return Verdict(not wrong, f"{len(wrong)} of {len(answers)} are outside of {REGEX}: {wrong[:3]}")
@@ -129,6 +135,9 @@ GREEDY = tuple(Case(f"greedy, {load} in flight", load, judge_greedy) for load in
 DRAWN = Case("drawn", LOADS[1], judge_draws, {"temperature": 1})
 STANDARD = (*GREEDY, DRAWN)
 FILTERED = Case("top-k, top-p and min-p", LOADS[1], judge_filtered, {"temperature": 1, **FILTERS._asdict()})
+FILTERED_BY_UPSTREAM = Case(
+    "top-k and top-p", LOADS[1], judge_filtered_by_upstream, {"temperature": 1, **UPSTREAMS_FILTERS._asdict()}
+)
 GRAMMAR = Case("grammar", LOADS[1], judge_grammar, {"regex": REGEX, "ignore_eos": False})
 LOG_PROBABILITIES = Case("log-probabilities", LOADS[1], judge_log_probabilities, options={"return_logprob": True})
 PENALTIES = Case("penalties", LOADS[1], judge_penalised, {"frequency_penalty": FREQUENCY_PENALTY})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cases import DRAWN, FILTERED, GREEDY, LONG, OF_TETRIS, PREFIX_HITS, STANDARD, WANTED, Case
+from cases import DRAWN, FILTERED_BY_UPSTREAM, GREEDY, LONG, OF_TETRIS, PREFIX_HITS, STANDARD, WANTED, Case
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
@@ -105,7 +105,7 @@ def _upstream(algorithm: str, topk: int, num_tokens: int) -> list[str]:
 COMB = ["--speculative-num-draft-tokens", str(2 * NUM_STEPS + 1)]
 FIXED = [*TETRIS, *_draft("draft"), *_capacity(2)]
 PERFECT = [*TETRIS, *_draft("target"), *_capacity(NUM_STEPS), "--speculative-num-draft-tokens", str(NUM_STEPS + 1)]
-CONTROLLED = (*STANDARD, FILTERED)
+CONTROLLED = (*STANDARD, FILTERED_BY_UPSTREAM)
 ARMS: Mapping[str, Arm] = {
     "none": Arm(COMMON, (*STANDARD, *WANTED)),
     # Upstream's: if their text is wrong, this CUDA is.
