@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -40,14 +41,14 @@ CHECKS = "checks"
 NUM_PROMPTS, NUM_QUICK = 12, 6
 START_TIMEOUT_S = 900.0
 MAX_LOST = 0.05
-"""Of the drafts accepted per step on the CPU platform, those that rounding and other capacities may cost."""
+"""Of the drafts accepted per step on the CPU platform, those that rounding may cost, beside two standard errors."""
 
 
 def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
     """Start a server, ask it all of the arm's cases, and judge what it wrote."""
     stem, started_at = name.replace(" ", "-"), time.monotonic()
     log, reference = folder / f"{stem}.log", Reference(TARGET)
-    row: dict = {"arm": name, "error": None, "cases": [], "lost": None}
+    row: dict = {"arm": name, "error": None, "cases": [], "lost": None, "lost_error": 0.0}
     try:
         flags, variables = prepare(arm, folder)
         computing = environment(BUILD / "host-cuda") | {"HOST_CUDA_LEDGER": str(folder / "ledger" / stem)}
@@ -78,7 +79,7 @@ def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
                     row["ledger"] = costs._asdict()
             row["padding"] = measure_padding(server.url)
         if arm.has_twin:
-            row["lost"] = measure_lost(on_cpu(flags), folder / f"{stem}-cpu.log", prompts, alone)
+            row["lost"], row["lost_error"] = measure_lost(on_cpu(flags), folder / f"{stem}-cpu.log", prompts, alone)
         row["races"] = json.loads((folder / "ledger" / stem / "races.json").read_text())
     except (ServerFailed, OSError, ValueError, requests.RequestException) as error:
         row["error"] = f"{type(error).__name__}: {str(error)[-300:]} (see {log})"
@@ -90,13 +91,15 @@ def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
     return row
 
 
-def measure_lost(flags: list[str], log: Path, prompts: list[str], here: Sequence[Answer]) -> float:
+def measure_lost(flags: list[str], log: Path, prompts: list[str], here: Sequence[Answer]) -> tuple[float, float]:
     """Of the drafts accepted per step on the CPU platform, one request at a time, the share that is not accepted here.
 
     Where rounding has parted two texts, other drafts are accepted: pairs that are the same count.
 
     Args:
         here: what was answered to `GREEDY[0]`.
+    Returns:
+        It, and its standard error: a dozen texts say little (jackknife over them).
     """
     options = {"environment": {"OMP_NUM_THREADS": "1"}, "entry_point": FORKED, "start_timeout_s": START_TIMEOUT_S}
     with ServerProcess(flags, log, **options) as server:
@@ -104,9 +107,14 @@ def measure_lost(flags: list[str], log: Path, prompts: list[str], here: Sequence
     same = [pair for pair in pairs if pair[0].output_ids == pair[1].output_ids]
     if 2 * len(same) < len(pairs):
         raise ValueError(f"{len(same)} of {len(pairs)} texts are those of the CPU platform")
-    ours, theirs = (count_drafts(answer.meta_info for answer in side) for side in zip(*same, strict=True))
-    expected = theirs.accepted / theirs.verify_steps
-    return 1 - ours.accepted / ours.verify_steps / expected if expected else 0.0
+
+    def lost(pairs: Sequence[tuple[Answer, Answer]]) -> float:
+        ours, theirs = (count_drafts(answer.meta_info for answer in side) for side in zip(*pairs, strict=True))
+        expected = theirs.accepted / theirs.verify_steps
+        return 1 - ours.accepted / ours.verify_steps / expected if expected else 0.0
+
+    others = [lost(same[:i] + same[i + 1 :]) for i in range(len(same))]
+    return lost(same), (len(same) - 1) / len(same) ** 0.5 * statistics.pstdev(others)
 
 
 def measure_padding(url: str) -> float | None:
@@ -150,7 +158,7 @@ def find_faults(row: dict, arm: Arm | None = None) -> list[str]:
         faults.append(f"nothing was tested: its log does not say {arm.must_log!r}")
     if (rate := measure_success(row)) is not None and rate < arm.min_success:
         faults.append(f"{rate:.2f} of what was verified was accepted, not {arm.min_success}")
-    if (row["lost"] or 0) > MAX_LOST:
+    if (row["lost"] or 0) - 2 * row.get("lost_error", 0) > MAX_LOST:
         faults.append(f"{row['lost']:.0%} fewer drafts accepted than on the CPU platform")
     faults += [f"{count} times {race}, in no order" for race, count in row.get("races", {}).items()]
     if (costs := row.get("ledger")) and costs["launches"] > arm.max_launches:
@@ -182,7 +190,7 @@ def draw_table(rows: list[dict]) -> Table:
             f"{max(case['regret'] for case in greedy):.3f}" if greedy else "",
             ", ".join(f"{case['p']:.3f}" for case in row["cases"] if case["p"] is not None),
             "" if rate is None else f"{rate:.2f}",
-            "" if row.get("lost") is None else f"{row['lost']:.2f}",
+            "" if row.get("lost") is None else f"{row['lost']:.2f} ± {row.get('lost_error', 0):.2f}",
             "; ".join(find_faults(row)) or "holds",
         )
     return table
