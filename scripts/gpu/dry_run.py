@@ -114,7 +114,7 @@ def measure_lost(flags: list[str], log: Path, prompts: list[str], here: Sequence
         return 1 - ours.accepted / ours.verify_steps / expected if expected else 0.0
 
     others = [lost(same[:i] + same[i + 1 :]) for i in range(len(same))]
-    return lost(same), (len(same) - 1) / len(same) ** 0.5 * statistics.pstdev(others)
+    return lost(same), (len(same) - 1) ** 0.5 * statistics.pstdev(others)
 
 
 def measure_padding(url: str) -> float | None:
