@@ -59,13 +59,13 @@ class PassTimes:
         return cls(**curves, context_s=float(values["context_s"]))
 
 
-# Standard deviations before the first step, relative to what was timed. A step's host time is not timed beforehand, nor is what
-# a step that drafts takes beside its passes, which counts with the window's.
+# Standard deviations before the first step, relative to what was timed.
 _COMMON_DEVIATION = 0.3
-_CURVE_DEVIATION = {"target": 0.15, "window": 0.3, "branch": 0.3, "host": 1.0}
+_CURVE_DEVIATION = {"target": 0.15, "window": 0.3, "branch": 0.3}
 _CONTEXT_DEVIATION = 1.0
 HOST_SHARE = 0.05
-"""Host time assumed at first, of the target's pass over as many rows."""
+"""Of the target's pass over as many rows: assumed at first, give or take as much, for a step's host time, which is not timed
+beforehand, and again for what a step that drafts takes beside its passes, which counts with the window's."""
 _RELATED_OCTAVES = 2.0
 """Sizes so far apart hardly share a curve's errors."""
 _NOISE = 0.08
@@ -99,23 +99,20 @@ class StepTimeModel:
         self._curves: dict[str, tuple[np.ndarray, slice]] = {}
         """Nodes of each curve, and their places among the parameters."""
         values, deviations, blocks = [], [], []
-        timed = {"target": seed.target_s, "window": seed.window_s, "branch": seed.branch_s}
+        timed = {"target": seed.target_s, "window": seed.window_s, "branch": seed.branch_s, "host": {}}
         start = 0
-        for name, times in (*timed.items(), ("host", None)):
+        for name, times in timed.items():
             nodes = _powers_of_two(max_rows if name == "target" else max_batch_size)
             if name == "target":
                 # Where memory's cost ends and arithmetic's begins, there is a bend.
                 nodes = np.union1d(nodes, 1.5 * nodes[1:-1])
-            if name == "host":
-                curve = HOST_SHARE * interpolate(nodes, seed.target_s)
-            else:
-                curve = interpolate(nodes, times) if times else np.zeros(len(nodes))
-            self._curves[name] = (nodes, slice(start, start + len(nodes)))
-            start += len(nodes)
-            deviation = _CURVE_DEVIATION[name] * curve
-            if name == "window":
+            curve = interpolate(nodes, times) if times else np.zeros(len(nodes))
+            deviation = _CURVE_DEVIATION.get(name, 0.0) * curve
+            if name in ("window", "host"):
                 untimed = HOST_SHARE * interpolate(nodes, seed.target_s)
                 curve, deviation = curve + untimed, np.hypot(deviation, untimed)
+            self._curves[name] = (nodes, slice(start, start + len(nodes)))
+            start += len(nodes)
             values.append(curve)
             deviations.append(deviation)
             octaves = np.abs(np.subtract.outer(np.log2(nodes), np.log2(nodes)))
