@@ -152,8 +152,8 @@ QUICK = {name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False) for
 """For every change, in some minutes: a head's combs, graphs, plans and masks."""
 
 
-def prepare(arm: Arm, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Make what an arm needs in `folder`. Returns its flags, and variables for its server."""
+def prepare(arm: Arm, folder: Path, plugins: Path) -> tuple[list[str], dict[str, str]]:
+    """Make what an arm needs in `folder`, and its plugin in `plugins`. Returns its flags, and variables for its server."""
     makers: dict[str, Callable[[Path], None]] = {
         MTP_CHECKPOINT: lambda out: make_mtp_checkpoint(TARGET, PAIR / "mtp", out),
         TARGET_128: lambda out: widen_heads(TARGET, out),
@@ -164,7 +164,7 @@ def prepare(arm: Arm, folder: Path) -> tuple[list[str], dict[str, str]]:
             flags[number] = str(folder / flag.lower())
             if not (folder / flag.lower()).exists():
                 makers[flag](folder / flag.lower())
-    variables = write_plugin(folder / "plugins", "bent_plans", arm.plugin) if arm.plugin else {}
+    variables = write_plugin(plugins, "bent_plans", arm.plugin) if arm.plugin else {}
     return flags, variables
 
 

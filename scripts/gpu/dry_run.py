@@ -10,6 +10,7 @@ Not shown: what the real kernels compute and round on a device, streams that run
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -17,7 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -44,13 +46,33 @@ MAX_LOST = 0.05
 """Of the drafts accepted per step on the CPU platform, those that rounding may cost, beside two standard errors."""
 
 
+def end_on_sigterm() -> None:
+    """As Ctrl-C does: `with` blocks are left, and so servers end."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def run_arms(arms: Mapping[str, Arm | None], folder: Path, prompts: list[str], num_jobs: int) -> Iterator[dict]:
+    """Some arms side by side. Yields their rows as they end.
+
+    Args:
+        arms: None are the checks.
+    """
+    with multiprocessing.get_context("spawn").Pool(num_jobs, end_on_sigterm) as pool:
+        yield from pool.imap_unordered(partial(run_one, folder=folder, prompts=prompts), arms.items())
+
+
+def run_one(named: tuple[str, Arm | None], folder: Path, prompts: list[str]) -> dict:
+    name, arm = named
+    return run_arm(name, arm, folder, prompts) if arm else run_checks(folder)
+
+
 def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
     """Start a server, ask it all of the arm's cases, and judge what it wrote."""
     stem, started_at = name.replace(" ", "-"), time.monotonic()
     log, reference = folder / f"{stem}.log", Reference(TARGET)
     row: dict = {"arm": name, "error": None, "cases": [], "lost": None, "lost_error": 0.0}
     try:
-        flags, variables = prepare(arm, folder)
+        flags, variables = prepare(arm, folder, folder / "plugins" / stem)
         computing = environment(BUILD / "host-cuda") | {"HOST_CUDA_LEDGER": str(folder / "ledger" / stem)}
         if arm.has_streams_checked:
             computing["HOST_CUDA_STREAMS"] = "1"
@@ -209,21 +231,21 @@ def draw_ledger(rows: list[dict]) -> Table:
     return table
 
 
-def run_mutations(folder: Path, prompts: list[str], console: Console) -> list[str]:
+def run_mutations(folder: Path, prompts: list[str], num_jobs: int, console: Console) -> list[str]:
     """Bend one line after the other. Returns the mutations that nothing found."""
     table = Table(title="Mutations", title_justify="left", box=None, pad_edge=False)
     for column in ("mutation", "arm", "found by"):
         table.add_column(column, overflow="fold")
+    arms = {name: mutation.apply() for name, mutation in MUTATIONS.items()}
     survivors = []
-    for number, (name, mutation) in enumerate(MUTATIONS.items()):
-        console.print(f"{number + 1} of {len(MUTATIONS)}: {name}", highlight=False)
-        arm = mutation.apply()
-        (folder / "mutation").mkdir(exist_ok=True)
-        row = run_arm(f"mutation {number + 1}", arm, folder / "mutation", prompts)
-        faults = [] if row["not tested"] else find_faults(row, arm)
+    for row in run_arms(arms, folder, prompts, num_jobs):
+        name = row["arm"]
+        faults = [] if row["not tested"] else find_faults(row, arms[name])
+        found = faults[0] if faults else "it did not land" if row["not tested"] else "nobody"
+        console.print(f"{name}: {found}", highlight=False, markup=False)
         if not faults:
             survivors.append(name)
-        table.add_row(name, mutation.arm, faults[0] if faults else "it did not land" if row["not tested"] else "nobody")
+        table.add_row(name, MUTATIONS[name].arm, found)
     console.print(table)
     return survivors
 
@@ -234,9 +256,11 @@ def main(
     out: Annotated[Path, typer.Option(help="Logs, ledgers and a summary.")] = BUILD / "gpu-dry-run",
     resume: Annotated[bool, typer.Option(help="Keep the arms that hold.")] = False,
     mutations: Annotated[bool, typer.Option(help="Instead: bend the path line by line; each fault must be found.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Servers at once, each with a core and 4 GB.")] = 2,
 ) -> None:
     """Run the CUDA path of real servers on a machine without a GPU."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves `with` blocks, and so ends the server
+    end_on_sigterm()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # nothing here is large
     console = Console(width=None if sys.stdout.isatty() else 160)
     chosen = list(QUICK) if quick else arms.split(",")
     if unknown := set(chosen) - {*ARMS, CHECKS}:
@@ -252,23 +276,18 @@ def main(
         for line in (PAIR / "prompts.jsonl").read_text().splitlines()[: NUM_QUICK if quick else NUM_PROMPTS]
     ]
     if mutations:
-        raise typer.Exit(bool(run_mutations(out, prompts, console)))
-    rows, others = [], [row for name, row in kept.items() if name not in chosen]
-    for number, name in enumerate(chosen):
-        if name not in kept:
-            console.print(f"{number + 1} of {len(chosen)}, {name}: {out / name.replace(' ', '-')}.log", highlight=False)
-        if name in kept:
-            row = kept[name]
-        elif name == CHECKS:
-            row = run_checks(out)
-        else:
-            row = run_arm(name, QUICK[name] if quick else ARMS[name], out, prompts)
-        for fault in find_faults(row):
-            console.print(f"  {fault}", highlight=False, markup=False)
-        rows.append(row)
-        summary.write_text(json.dumps(others + rows, indent=1) + "\n")
-    console.print(draw_table(rows), draw_ledger(rows))
-    raise typer.Exit(any(map(find_faults, rows)))
+        raise typer.Exit(bool(run_mutations(out, prompts, jobs, console)))
+    rows, to_run = dict(kept), [name for name in chosen if name not in kept]
+    asked = {name: None if name == CHECKS else (QUICK if quick else ARMS)[name] for name in to_run}
+    console.print(f"{', '.join(to_run)}: logs in {out}", highlight=False)
+    for number, row in enumerate(run_arms(asked, out, prompts, jobs)):
+        rows[row["arm"]] = row
+        verdict = "; ".join(find_faults(row)) or "holds"
+        console.print(f"{number + 1} of {len(asked)}, {row['arm']}: {verdict}", highlight=False, markup=False)
+        summary.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+    shown = [rows[name] for name in chosen]
+    console.print(draw_table(shown), draw_ledger(shown))
+    raise typer.Exit(any(map(find_faults, shown)))
 
 
 if __name__ == "__main__":
