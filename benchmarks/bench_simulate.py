@@ -12,21 +12,14 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import track
 from timing import RESULTS, ROOT, Out, describe_run, make_table, open_console, write_results
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from replay_to_trace import main as write_trace
 
 from tetris_sglang.tools.simulate.costs import make_costs, model_passes
 from tetris_sglang.tools.simulate.engine import Setup, simulate_fleet
@@ -35,6 +28,7 @@ from tetris_sglang.tools.simulate.policies import make_plans
 from tetris_sglang.tools.simulate.traces import read_rows
 from tetris_sglang.tools.simulate.workload import Lengths, RequestClass, draw_requests, join_rows
 
+TRACE = ROOT / "benchmarks" / "traces" / "eagle3.trace.gz"
 BATCHES = (1, 16, 256, 1024, 4096)
 POLICIES = ("none", "sd3", "tetris3+1", "auto")
 REFERENCE_UP_TO = 256
@@ -49,9 +43,7 @@ def main(
 ) -> None:
     """Steps simulated per second at batch 1 to 4096."""
     console = open_console()
-    with tempfile.TemporaryDirectory() as folder:
-        write_trace(Path(folder) / "pair.trace", "standalone")
-        rows = read_rows(Path(folder) / "pair.trace")
+    rows = read_rows(TRACE)
     cells = [(batch, policy) for batch in BATCHES for policy in POLICIES]
     results = [
         measure(rows, batch, policy, rounds, round_s)
@@ -83,7 +75,7 @@ def main(
 
 
 def measure(rows, batch: int, policy: str, rounds: int, round_s: float) -> dict:
-    one = RequestClass("pair", rows, Lengths.parse(16, ""), Lengths.parse("1000-3000", ""))
+    one = RequestClass("chat", rows, Lengths.parse(16, ""), Lengths.parse("1000-3000", ""))
     passes = model_passes("h100", model_b=8, draft_b=0.5, kv_kib_per_token=128)
     costs = make_costs(passes, max_running=batch, num_drafts=rows.survival.shape[1], chunk_tokens=8192)
     plans = make_plans(policy, costs, [one], max_running=batch)

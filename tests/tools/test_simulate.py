@@ -389,7 +389,7 @@ def test_plans_of_fixed_policies():
 # -- traces --------------------------------------------------------------------------------------------------------
 
 
-def record(rows: DraftRows, verify: int, path: Path, **described) -> None:
+def record(rows: DraftRows, verify: int, path: Path) -> None:
     """Write what a run records that verifies `verify` of each chain."""
     depth, lines = rows.depth, []
     for request, (start, end) in enumerate(itertools.pairwise(rows.starts.tolist())):
@@ -406,7 +406,7 @@ def record(rows: DraftRows, verify: int, path: Path, **described) -> None:
         row["raw"] = row["survival"] = rows.survival[at]
         row["node_depths"] = np.arange(1, depth + 1)
         row["accepted"] = np.packbits(np.arange(depth) < accepted, bitorder="little")
-    with open_for_writing(path, depth, **described) as file:
+    with open_for_writing(path, depth) as file:
         file.write(table.tobytes())
 
 
@@ -454,11 +454,10 @@ def test_drafts_that_were_not_verified_are_drawn(tmp_path):
     assert np.array_equal(read_rows(tmp_path / "run.trace").accepted, found.accepted)
 
 
-def test_a_row_per_position_is_taken_as_it_is(tmp_path):
+def test_where_each_step_emits_one_token_its_rows_are_all_there_is(tmp_path):
     truth = make_rows()
-    # Written as if each step had emitted one token.
-    every = truth._replace(accepted=np.zeros_like(truth.accepted))
-    record(every, DEPTH, tmp_path / "all.trace", every_position=True)
+    truth = truth._replace(accepted=np.zeros_like(truth.accepted))
+    record(truth, DEPTH, tmp_path / "all.trace")
     found = read_rows(tmp_path / "all.trace")
     assert np.allclose(found.survival, truth.survival, atol=1e-3)
     assert np.array_equal(found.starts, truth.starts)
@@ -466,7 +465,7 @@ def test_a_row_per_position_is_taken_as_it_is(tmp_path):
 
 def test_traces_that_cannot_be_used(tmp_path):
     path = tmp_path / "one.trace"
-    record(make_rows(texts=1, positions=2), DEPTH, path, every_position=True)
+    record(make_rows(texts=1, positions=2), DEPTH, path)
     with pytest.raises(ValueError, match="positions; more than its 4 levels"):
         read_rows(path)
     trace = read_trace(path)

@@ -20,8 +20,6 @@ from tetris_sglang.trace import Trace, read_trace
 
 CODES = 1024
 """Survivals are compared in steps of 1 / (CODES - 1): the choice then is a counting sort."""
-EVERY_POSITION = "every_position"
-"""True in a header: the trace has a row for every position of the text, not for every step of a run."""
 
 
 class DraftRows(NamedTuple):
@@ -82,8 +80,7 @@ def make_rows(trace: Trace, *, name: str = "the trace", seed: int = 0) -> DraftR
     survival = trace.survival[order, :depth]
     survival[np.arange(depth) >= drafted[:, None]] = np.nan
     requests = trace.requests[order]
-    if not trace.header.get(EVERY_POSITION):
-        survival, accepted, known, requests = _add_positions_between(survival, accepted, known, requests)
+    survival, accepted, known, requests = _add_positions_between(survival, accepted, known, requests)
     survival, accepted = _fill(survival, accepted, known, np.random.default_rng(seed))
     if len(accepted) <= depth:
         raise ValueError(f"{name} has {len(accepted)} positions; more than its {depth} levels are needed")
