@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import requests
@@ -56,6 +56,8 @@ class Case:
         judge: says whether the answers are the target's.
         sampling: sampling parameters beside greedy ones; options: of /generate itself.
         goes_on: the prompts are those of the case before with what it answered, and the cache is kept.
+        is_counted: what its steps ask of the host goes into the ledger. Of captured sizes alone: larger batches run eagerly,
+            and FlashInfer's planning waits then.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Case:
     sampling: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     goes_on: bool = False
+    is_counted: bool = False
 
     def ask(self, url: str, prompts: Sequence[str]) -> list[Answer]:
         sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True} | self.sampling
@@ -131,7 +134,8 @@ def judge_prefix_hits(reference: Reference, prompts: Sequence[str], answers: Seq
     return verdict._replace(holds=verdict.holds and not missed, says=f"{verdict.says}, {missed} found nothing in the cache")
 
 
-GREEDY = tuple(Case(f"greedy, {load} in flight", load, judge_greedy) for load in LOADS)
+GREEDY = tuple(Case(f"greedy, {load} in flight", load, judge_greedy, is_counted=load == LOADS[1]) for load in LOADS)
+PLAIN = replace(GREEDY[1], name="greedy, no drafts wanted", sampling={"custom_params": {"tetris": {"speculate": False}}})
 DRAWN = Case("drawn", LOADS[1], judge_draws, {"temperature": 1})
 STANDARD = (*GREEDY, DRAWN)
 FILTERED = Case("top-k, top-p and min-p", LOADS[1], judge_filtered, {"temperature": 1, **FILTERS._asdict()})

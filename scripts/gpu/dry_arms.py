@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cases import DRAWN, FILTERED_BY_UPSTREAM, GREEDY, LONG, OF_TETRIS, PREFIX_HITS, STANDARD, WANTED, Case
+from cases import DRAWN, FILTERED_BY_UPSTREAM, GREEDY, LONG, OF_TETRIS, PLAIN, PREFIX_HITS, STANDARD, WANTED, Case
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
@@ -118,6 +118,7 @@ ARMS: Mapping[str, Arm] = {
     "eager": Arm([*COMMON, *FIXED, "--speculative-tetris-verify-plan", "eager"], has_twin=True, may_wait=True),
     "no overlap": Arm([*COMMON, *FIXED, "--disable-overlap-schedule"], has_twin=True, may_wait=True),
     "auto": Arm([*COMMON, *TETRIS, *_draft("draft")], (*STANDARD, *OF_TETRIS), has_streams_checked=True),
+    "plain": Arm([*COMMON, *TETRIS, *_draft("draft")], (PLAIN,)),
     "switching": Arm([*COMMON, *TETRIS, *_draft("draft")], plugin=SWITCHING_PLANS, has_streams_checked=True),
     "comb": Arm([*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3)], (*STANDARD, *OF_TETRIS), has_twin=True),
     "eagle": Arm([*COMMON, *TETRIS, *_draft("eagle"), *_capacity(2)], has_twin=True),

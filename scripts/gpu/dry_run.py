@@ -96,8 +96,7 @@ def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
                     **case.judge(reference, asked, answers)._asdict(),
                     "steps": drafts.verify_steps, "selected": drafts.selected, "accepted": drafts.accepted,
                 })  # fmt: skip
-                # While batches are of captured sizes; larger ones run eagerly, and FlashInfer's planning waits then.
-                if case is GREEDY[1] and "ledger" not in row and (costs := ledger.read(folder / "ledger" / stem)) is not None:
+                if case.is_counted and "ledger" not in row and (costs := ledger.read(folder / "ledger" / stem)) is not None:
                     row["ledger"] = costs._asdict()
             row["padding"] = measure_padding(server.url)
         if arm.has_twin:
@@ -185,7 +184,7 @@ def find_faults(row: dict, arm: Arm | None = None) -> list[str]:
     faults += [f"{count} times {race}, in no order" for race, count in row.get("races", {}).items()]
     if (costs := row.get("ledger")) and costs["launches"] > arm.max_launches:
         faults.append(f"{costs['launches']:.1f} launches a step, not {arm.max_launches}")
-    if "TETRIS" in arm.flags and GREEDY[1] in arm.cases and not arm.may_wait:
+    if "TETRIS" in arm.flags and any(case.is_counted for case in arm.cases) and not arm.may_wait:
         waits = costs["waits"] if costs else {"no decode step was counted": 1}
         faults += [f"a step waits: {what}, {count:.2f} a step" for what, count in waits.items()]
     return faults
