@@ -102,16 +102,18 @@ def pack_rows_reference(
     )
 
 
+# The same for every step of as many requests, and only read. Not in a CUDA graph, whose memory they would be in.
+@functools.lru_cache(maxsize=4096)
+def constant(batch: int, value: int, device: torch.device) -> Tensor:
+    """[batch] int32."""
+    return torch.full((batch,), value, dtype=torch.int32, device=device)
+
+
 @functools.lru_cache(maxsize=1024)
-def _plain_layout(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same for every plain step of as many requests, and only read: qo_indptr, requests, columns, verify_lens."""
+def _plain_layout(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """qo_indptr, requests and columns where each request has one row."""
     ends = torch.arange(batch + 1, device=device)
-    return (
-        ends.to(torch.int32),
-        ends[:-1],
-        torch.zeros(batch, dtype=torch.int64, device=device),
-        torch.ones(batch, dtype=torch.int32, device=device),
-    )
+    return ends.to(torch.int32), ends[:-1], torch.zeros(batch, dtype=torch.int64, device=device)
 
 
 def pack_roots(roots: Tensor, seq_lens: Tensor, req_to_token: Tensor, req_pool_indices: Tensor) -> PackedTokens:
@@ -119,14 +121,14 @@ def pack_roots(roots: Tensor, seq_lens: Tensor, req_to_token: Tensor, req_pool_i
 
     Args:
         roots: [batch] int64.
-    Sync: none. Not in a CUDA graph, whose memory the layout would then be in.
+    Sync: none. Not in a CUDA graph, see `constant`.
     """
     positions = seq_lens.to(torch.int64)
-    ends, starts, zeros, ones = _plain_layout(len(roots), roots.device)
+    ends, starts, zeros = _plain_layout(len(roots), roots.device)
     return PackedTokens(
         requests=starts,
         columns=zeros,
-        verify_lens=ones,
+        verify_lens=constant(len(roots), 1, roots.device),
         qo_indptr=ends,
         positions=positions,
         input_ids=roots,
@@ -134,20 +136,20 @@ def pack_roots(roots: Tensor, seq_lens: Tensor, req_to_token: Tensor, req_pool_i
     )
 
 
-def accept_roots(target_tokens: Tensor, roots: Tensor, seq_lens: Tensor, width: int) -> AcceptedTokens:
-    """`accept_rows_reference` where nothing was drafted.
+def accept_roots(target_tokens: Tensor, roots: Tensor, seq_lens: Tensor) -> AcceptedTokens:
+    """`accept_rows_reference` where nothing was drafted: one column.
 
     Args:
-        target_tokens: [batch]. width: columns of the result.
-    Sync: none; CUDA-graph safe.
+        target_tokens: [batch].
+    Sync: none. Not in a CUDA graph, see `constant`.
     """
     tokens = target_tokens.to(torch.int64)
     return AcceptedTokens(
-        num_accepted=torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device),
+        num_accepted=constant(len(tokens), 0, tokens.device),
         bonus_tokens=tokens,
         last_tokens=roots,
         new_seq_lens=seq_lens + 1,
-        target_tokens=torch.nn.functional.pad(tokens[:, None], (0, width - 1)),
+        target_tokens=tokens[:, None],
     )
 
 

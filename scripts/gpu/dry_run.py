@@ -59,6 +59,8 @@ def run_arms(arms: Mapping[str, Arm | None], folder: Path, prompts: list[str], n
     """
     with multiprocessing.get_context("spawn").Pool(num_jobs, end_on_sigterm) as pool:
         yield from pool.imap_unordered(partial(run_one, folder=folder, prompts=prompts), arms.items())
+        pool.close()  # else they would be ended by a signal
+        pool.join()
 
 
 def run_one(named: tuple[str, Arm | None], folder: Path, prompts: list[str]) -> dict:

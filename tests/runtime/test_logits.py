@@ -143,9 +143,9 @@ def _grow_parents(width: int, max_depth: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.tensor(parents), torch.tensor(depths)
 
 
-@pytest.mark.parametrize("has_trees", [False, True])
+@pytest.mark.parametrize("drafted", ["chains", "trees", "nothing"])
 @pytest.mark.parametrize("seed", range(4))
-def test_penalties_count_what_was_written_and_the_drafts_before(monkeypatch, has_trees, seed):
+def test_penalties_count_what_was_written_and_the_drafts_before(monkeypatch, drafted, seed):
     """Against a decode step for each row, penalised token by token as SGLang's penalizers do."""
     monkeypatch.setattr("tetris_sglang.runtime.logits._ROWS_AT_ONCE", 4 if seed < 2 else 256)
     torch.manual_seed(seed)
@@ -169,18 +169,21 @@ def test_penalties_count_what_was_written_and_the_drafts_before(monkeypatch, has
     rows = torch.randperm(8)[:batch_size]
     tokens = torch.randint(vocab_size, (batch_size, width))
     tokens[:, 0] = texts.tokens[rows, seq_lens]
-    shape = None
-    if has_trees:
+    shape, max_depth_drafted, lens = None, width - 1, [5, 3, 0, 4, 2]
+    if drafted == "nothing":  # after steps that drafted
+        tokens, max_depth_drafted, lens = tokens[:, :1], 0, [0] * batch_size
+    if drafted == "trees":
+        max_depth_drafted = max_depth
         trees = [_grow_parents(width, max_depth) for _ in range(batch_size)]
         shape = TreeShape(*(torch.stack(column) for column in zip(*trees, strict=True)))
-    grid = Grid(tokens, max_depth if has_trees else width - 1, shape)
+    grid = Grid(tokens, max_depth_drafted, shape)
     # The host has not heard of the last step yet.
     requests = [
         _request(prompt_len, 0, None, max(output_len - 3, 0), **penalties)
         for prompt_len, output_len, penalties in zip(prompt_lens, output_lens, asked, strict=True)
     ]
     batch = SimpleNamespace(reqs=requests, req_pool_indices=rows, seq_lens=seq_lens, sampling_info=sampling_info)
-    places = pack([5, 3, 0, 4, 2])
+    places = pack(lens)
     logits = torch.randn(len(places[0]), vocab_size) * 2
     expected = logits.clone()
     for row, (request, column) in enumerate(zip(*(place.tolist() for place in places), strict=True)):
@@ -199,4 +202,6 @@ def test_penalties_count_what_was_written_and_the_drafts_before(monkeypatch, has
     untouched = logits.clone()
     adjust_logits(logits, batch, grid, *places, texts=texts, grammar_mask=None)
     torch.testing.assert_close(logits, expected)
-    assert (logits != untouched).any(dim=1)[:-3].all() and torch.equal(logits[-3:], untouched[-3:])
+    unchanged = lens[-1] + 1
+    assert (logits != untouched).any(dim=1)[:-unchanged].all()
+    assert torch.equal(logits[-unchanged:], untouched[-unchanged:])

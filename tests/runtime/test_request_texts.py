@@ -57,7 +57,7 @@ def test_texts_follow_prompts_steps_and_new_requests_in_old_slots():
             batch = make_batch(slots, known)
             emitted = torch.randint(99, (len(slots), WIDTH))
             counts = [rng.randint(1, WIDTH) for _ in slots]
-            texts.append(batch, emitted, torch.tensor(counts))
+            texts.append(batch, emitted, torch.tensor(counts) - 1)
             for slot, row, count in zip(slots, emitted.tolist(), counts, strict=True):
                 known[slot] += row[:count]
         texts.flush()
@@ -87,7 +87,7 @@ def test_what_another_request_wrote_is_matched_until_it_is_forgotten(key):
     """Whichever wrote it: prompt, steps, or one that is gone; not across cache salts."""
     texts, known = make_texts(), {3: [1, 2, 3], 0: [8, 4, 5], 2: [9, 4, 5]}
     texts.begin(make_batch([3], known), torch.tensor([3]))
-    texts.append(make_batch([3], known), torch.tensor([[4, 5, 6, 7]]), torch.tensor([3]))
+    texts.append(make_batch([3], known), torch.tensor([[4, 5, 6, 7]]), torch.tensor([2]))
     texts.begin(make_batch([0], known), torch.tensor([5]))
     found = texts.recent.find(torch.tensor([0]), 2)
     assert (found.match_lens.tolist(), found.tokens[0, 0].item(), found.is_others.tolist()) == (
@@ -148,7 +148,7 @@ def test_what_plain_steps_write_is_found_once_it_is_looked_for():
         width = 1 if kind < 0.8 else 3
         emitted, counts = torch.randint(4, (len(slots), width)), torch.full((len(slots),), width)
         for texts in (together, one_by_one):
-            texts.append(batch, emitted, counts)
+            texts.append(batch, emitted, counts - 1)
         one_by_one.flush()
         for slot, row in zip(slots, emitted.tolist(), strict=True):
             known[slot] += row

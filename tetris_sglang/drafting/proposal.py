@@ -62,7 +62,7 @@ def make_chains(tokens: Tensor, accept_probs: Tensor, probs: Tensor, evidence: T
 
 
 class Grid(NamedTuple):
-    """Roots and drafts together, in rows of a fixed width."""
+    """Roots and drafts together, in rows of a fixed width; roots alone where nothing was drafted."""
 
     tokens: Tensor
     """[batch, width] int64; columns beyond the proposal's nodes hold 0."""
@@ -72,16 +72,16 @@ class Grid(NamedTuple):
 
 
 def make_grid(roots: Tensor, proposal: Proposal | None, max_depth: int, width: int) -> Grid:
-    """Put the roots before the nodes and widen to what SGLang reads.
+    """Put the roots before the nodes and widen to what graphs are captured for.
 
     Args:
-        roots: [batch] integers. proposal: None where nothing was drafted.
+        roots: [batch] integers. proposal: None where nothing was drafted: one column.
         max_depth: of any node. width: at least num_nodes + 1.
     Sync: none; CUDA-graph safe.
     """
     pad = torch.nn.functional.pad
     if proposal is None:
-        return Grid(pad(roots.to(torch.int64)[:, None], (0, width - 1)), 0)
+        return Grid(roots.to(torch.int64)[:, None], 0)
     unused = width - 1 - proposal.tokens.shape[1]
     tokens = pad(torch.cat((roots.to(torch.int64)[:, None], proposal.tokens), dim=1), (0, unused))
     if proposal.shape is None:

@@ -87,7 +87,7 @@ def _penalise(logits: Tensor, batch, grid: Grid, requests: Tensor, columns: Tens
     """
     device = logits.device
     settings = send([[float(getattr(req.sampling_params, name)) for name in _PENALTIES] for req in batch.reqs], device)
-    max_written = max(len(req.output_ids) for req in batch.reqs) + _STEPS_IN_FLIGHT * grid.tokens.shape[1]
+    max_written = max(len(req.output_ids) for req in batch.reqs) + _STEPS_IN_FLIGHT * texts.max_emitted
     counts = texts.count(
         batch.req_pool_indices,
         send([len(req.origin_input_ids) for req in batch.reqs], device),

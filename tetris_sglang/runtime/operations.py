@@ -16,6 +16,7 @@ from tetris_sglang.packing import (
     PackedTokens,
     accept_roots,
     accept_rows_reference,
+    constant,
     pack_roots,
     pack_rows_reference,
 )
@@ -65,13 +66,13 @@ class Operations(NamedTuple):
         if draft_lens is None and num_tokens == len(seq_lens):
             return pack_roots(grid.tokens[:, 0], seq_lens, req_to_token, rows)
         if draft_lens is None:
-            draft_lens = torch.zeros_like(seq_lens, dtype=torch.int32)
+            draft_lens = constant(len(seq_lens), 0, seq_lens.device)
         depths = None if grid.shape is None else grid.shape.depths
         return self.pack(draft_lens, grid.tokens, seq_lens, req_to_token, rows, num_tokens, depths=depths)
 
     def accept_grid(self, target_tokens: Tensor, packed: PackedTokens, grid: Grid, seq_lens: Tensor) -> AcceptedTokens:
         if grid.max_depth == 0:
-            return accept_roots(target_tokens, grid.tokens[:, 0], seq_lens, grid.tokens.shape[1])
+            return accept_roots(target_tokens, grid.tokens[:, 0], seq_lens)
         parents = None if grid.shape is None else grid.shape.parents
         return self.accept(target_tokens, packed.qo_indptr, grid.tokens, seq_lens, parents, grid.max_depth)
 
@@ -105,6 +106,7 @@ def warm_up(
             operations.select(survival, capacity_tokens, torch.ones(batch_size, device=device))
         num_tokens = batch_size + capacity_tokens
         packed = operations.pack(draft_lens, candidates, seq_lens, req_to_token, rows, num_tokens)
+        operations.pack(torch.zeros_like(draft_lens), candidates[:, :1].contiguous(), seq_lens, req_to_token, rows, num_tokens)
         parents = torch.zeros_like(candidates)
         if has_combs:
             operations.pack(draft_lens, candidates, seq_lens, req_to_token, rows, num_tokens, depths=parents)

@@ -42,6 +42,7 @@ class RequestTexts:
             (slots, columns + max_emitted), dtype=torch.int32, device=req_to_token_pool.req_to_token.device
         )
         """[slots, columns], a text from column 0 on; complete after `flush`."""
+        self.max_emitted = max_emitted
         self.recent = RecentTexts(slots, vocab_size, self.tokens.device, are_shared=are_shared) if are_searched else None
         """Where matches are found, after `flush`."""
         self._waiting: list[Tensor] = []
@@ -86,23 +87,23 @@ class RequestTexts:
 
     def observe(self, record: StepRecord) -> None:
         emitted = record.accepted.target_tokens[:, : record.max_drafts + 1]
-        self.append(record.batch, emitted, record.accepted.num_accepted + 1)
+        self.append(record.batch, emitted, record.accepted.num_accepted)
 
-    def append(self, batch, target_tokens: Tensor, counts: Tensor) -> None:
+    def append(self, batch, target_tokens: Tensor, num_accepted: Tensor) -> None:
         """Write down what a decode batch emitted.
 
         Args:
             batch: the ScheduleBatch, its lengths still those of before, without the root.
             target_tokens: [batch, n], the emitted tokens first. What stands behind them lies beyond the text, too, until it is
                 overwritten.
-            counts: [batch], tokens that were emitted.
+            num_accepted: [batch], tokens that were emitted but for the last one.
         Sync: none.
         """
         is_plain = target_tokens.shape[1] == 1
         if not is_plain or len(self._waiting) == _MAX_WAITING or self._waiting_for[0] != batch.reqs:
             self.flush()
         if not is_plain:
-            self._write(batch.req_pool_indices, batch.seq_lens, target_tokens, counts)
+            self._write(batch.req_pool_indices, batch.seq_lens, target_tokens, num_accepted + 1)
             return
         # Writing many tokens takes as long as writing one, and nobody looks before `flush`.
         if not self._waiting:

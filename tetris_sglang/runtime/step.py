@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from torch import Tensor
 
 from tetris_sglang.capacity import StepPlan
 from tetris_sglang.drafting import Grid, Proposal, TreeShape, make_grid
 from tetris_sglang.observers import Observer, StepRecord
-from tetris_sglang.packing import AcceptedTokens, PackedTokens
+from tetris_sglang.packing import AcceptedTokens, PackedTokens, constant
 from tetris_sglang.runtime.acceptance_rules import Acceptance
 from tetris_sglang.runtime.drafts.base import Draft
 from tetris_sglang.runtime.kv_moves import commit_paths
@@ -152,18 +151,18 @@ def make_result(record: StepRecord, result, next_draft_input) -> GenerationBatch
         result: of the target's pass.
     """
     accepted, packed = record.accepted, record.packed
-    accept_lens = accepted.num_accepted + 1  # SGLang counts the bonus token in
-    num_drafted = 0 if record.proposal is None else record.proposal.tokens.shape[1]
+    is_plain, batch_size, device = record.proposal is None, len(packed.verify_lens), packed.verify_lens.device
+    num_drafted = 0 if is_plain else record.proposal.tokens.shape[1]
     return GenerationBatchResult(
         logits_output=result.logits_output,
         next_token_ids=accepted.target_tokens.reshape(-1),
-        # SGLang reads results in rows of a fixed width.
         speculative_num_draft_tokens=accepted.target_tokens.shape[1],
         next_draft_input=next_draft_input,
-        accept_lens=accept_lens,
+        # SGLang counts the bonus token in.
+        accept_lens=constant(batch_size, 1, device) if is_plain else accepted.num_accepted + 1,
         cap_lens=packed.verify_lens,
         # SGLang sums this per request, for DSPARK alone; here it carries the drafted tokens (runtime/reports/metrics.py).
-        block_accept_lens=torch.full_like(accept_lens, num_drafted),
+        block_accept_lens=constant(batch_size, num_drafted, device),
         new_seq_lens=accepted.new_seq_lens,
         can_run_cuda_graph=result.can_run_cuda_graph,
         routed_experts_output=result.routed_experts_output,

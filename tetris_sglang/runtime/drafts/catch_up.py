@@ -64,9 +64,8 @@ class MissedTokens:
         Args:
             tokens: [batch] int64. states: [batch, size], the target's.
         """
-        if tokens.is_cuda:
-            # What a graph wrote is overwritten by its next replay.
-            tokens, states = tokens.clone(), None if states is None else states.clone()
+        if states is not None and states.is_cuda:
+            states = states.clone()  # the target's graph writes there again
         self._steps.append(_PlainStep(batch.req_pool_indices_cpu, tokens, states))
         self._bytes += len(tokens) * self._row_bytes
         self.max_tokens = max(self.max_tokens, self.num_tokens(batch))
