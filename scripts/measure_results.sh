@@ -42,7 +42,7 @@ measure ablations/sharegpt --arms none,auto --drafts eagle3 --num-draft-tokens 7
     --concurrency 1,4,16
 # Which rule of acceptance, and runners-up or not.
 measure ablations/sharegpt-rules --arms none,auto --drafts eagle3 --temperature 0.7,1 --num-draft-tokens 7 \
-    --variants acceptance=rejection,acceptance=block --concurrency 1,4,16
+    --variants acceptance=rejection,acceptance=block --concurrency 1,16
 
 draft() { # NAME of scripts/train_drafts.sh, its kind, prompts, then options of `tetris-sglang bench`
     local name=$1 kind=$2 prompts=$3
@@ -58,4 +58,4 @@ draft() { # NAME of scripts/train_drafts.sh, its kind, prompts, then options of 
 draft head-code eagle3 humaneval --arms none,auto
 draft pruned-longer standalone sharegpt --arms none,auto,sglang --k 1
 draft pruned-steered standalone sharegpt --arms none,auto
-draft dflash dflash sharegpt --arms none,auto,full --k 4 --extra 1 --capacity-tokens none --num-steps 5
+draft dflash dflash sharegpt --arms none,auto,full --k 4 --extra 1 --capacity-tokens none --num-steps 5 --temperature 0,0.7,1

@@ -8,7 +8,6 @@ import inspect
 import textwrap
 from typing import NamedTuple
 
-from cases import GREEDY
 from dry_arms import ARMS, Arm
 
 DRAFT_GRAPHS = ("tetris_sglang.runtime.cuda.draft_graph", "DraftGraphs")
@@ -55,7 +54,7 @@ class Mutation(NamedTuple):
         """The server with this fault."""
         return dataclasses.replace(
             ARMS[self.arm],
-            cases=(GREEDY[1],),
+            cases=tuple(case for case in ARMS[self.arm].cases if case.is_counted),
             plugin=self.body,
             must_log=LANDED,
             has_twin=False,
@@ -70,9 +69,6 @@ MUTATIONS = {
     "the draft's graph reads the lengths of the step before": Mutation(
         DRAFT_GRAPHS, "replay", "window.tokens, seq_lens,", "window.tokens, self.buffers.seq_lens[:batch_size],", "perfect"
     ),
-    "the draft's output stays in the pool that the target's graph writes to": Mutation(
-        DRAFT_GRAPHS, "_keep", "return self._outputs[size, depth]", "return made", "perfect"
-    ),
     "padding writes into the cache of a request": Mutation(
         DRAFT_GRAPHS, "_fill", "self.buffers.req_pool_indices[start:size] = 0",
         "self.buffers.req_pool_indices[start:size] = self.buffers.req_pool_indices[:1]", "perfect",
@@ -80,9 +76,12 @@ MUTATIONS = {
     "the verify plan is that of the step before": Mutation(
         PASS_PLAN, "replan", "self._plan_on_device(self.wrapper._int_workspace_buffer)", "pass", "fixed"
     ),
-    "surplus rows belong to the last request": Mutation(
-        PASS_PLAN, "set_lengths", "lay_out_rows(verify_lens,",
-        "lay_out_rows(torch.cat((verify_lens[:-1], (self.num_rows - verify_lens[:-1].sum(dtype=torch.int32))[None])),", "fixed",
+    "each request has the rows of another": Mutation(
+        PASS_PLAN, "set_lengths", "lay_out_rows(verify_lens,", "lay_out_rows(verify_lens.flip(0),", "fixed"
+    ),
+    "each request reads the cache of another": Mutation(
+        PASS_PLAN, "pack_indices", "torch.nn.functional.pad(forward_batch.req_pool_indices, (0, 1))",
+        "torch.nn.functional.pad(forward_batch.req_pool_indices[1:], (1, 1))", "plain",
     ),
     "the draft's passes do not see what the one before them wrote": Mutation(
         DRAFT_ATTENTION, "_lay_out", "forward_batch.seq_lens + (number - 1)", "forward_batch.seq_lens - 1", "perfect"

@@ -281,6 +281,35 @@ def make_record(draw, lens, has_combs):
 """
 
 
+LEAVE_DRAFTS_IN_THE_POOL = """
+from mutations import DRAFT_GRAPHS, Mutation
+Mutation(DRAFT_GRAPHS, "_keep", "return self._outputs[size, depth]", "return made", "").land()
+"""
+KEEP_DRAFTS = """
+from types import SimpleNamespace
+from tetris_sglang.drafting import Proposal
+from tetris_sglang.runtime.cuda.draft_graph import DraftGraphs
+
+graphs, probs = SimpleNamespace(_shares=None, _outputs={}), torch.full((2, 3), 0.5, device="cuda")
+
+def draft():
+    survival = probs.cumprod(dim=1)
+    return DraftGraphs._keep(graphs, Proposal(survival.long(), survival, probs * 1), 2, 3)
+
+_, kept = capture(draft)
+segments = torch.cuda.memory_snapshot()
+for each in kept:
+    (pool,) = (s["segment_pool_id"] for s in segments if 0 <= each.data_ptr() - s["address"] < s["total_size"])
+    assert pool == (0, 0), f"left in a graph's pool, {pool}"
+"""
+
+
+def test_drafts_are_not_left_in_memory_that_the_targets_graphs_share(run):
+    run(KEEP_DRAFTS)
+    with pytest.raises(AssertionError, match="left in a graph's pool"):
+        run(LEAVE_DRAFTS_IN_THE_POOL + KEEP_DRAFTS)
+
+
 @pytest.mark.parametrize("has_combs", [False, True], ids=["chains", "combs"])
 def test_captured_observers_learn_what_the_others_learn(run, has_combs):
     """Batches of unlike sizes, one beyond the captured ones, steps of unlike depths. What fills a batch up teaches nothing."""
