@@ -54,7 +54,7 @@ class Arm:
     max_launches: float = math.inf
 
 
-def _serve(target: Path | str, attention: str = "flashinfer", pool: int = 4096) -> list[str]:
+def serve(target: Path | str, attention: str = "flashinfer", pool: int = 4096) -> list[str]:
     return [
         *("--model-path", str(target), "--dtype", "bfloat16", "--device", "cuda"),
         *("--attention-backend", attention, "--sampling-backend", "flashinfer"),
@@ -83,7 +83,7 @@ def on_cpu(flags: Sequence[str]) -> list[str]:
     return kept
 
 
-COMMON = _serve(TARGET)
+COMMON = serve(TARGET)
 TETRIS = ["--speculative-algorithm", "TETRIS", "--speculative-num-steps", str(NUM_STEPS)]
 
 
@@ -130,7 +130,7 @@ ARMS: Mapping[str, Arm] = {
         [*COMMON, *TETRIS, *_draft("dflash"), *COMB, *_capacity(3)], has_twin=True, has_streams_checked=True, may_wait=True
     ),
     "dflare": Arm([*COMMON, *TETRIS, *_draft("dflare"), *_capacity(2)], has_twin=True, may_wait=True),
-    "mtp": Arm([*_serve(MTP_CHECKPOINT), *TETRIS, *_capacity(2)], has_twin=True),
+    "mtp": Arm([*serve(MTP_CHECKPOINT), *TETRIS, *_capacity(2)], has_twin=True),
     "ngram": Arm([*COMMON, *TETRIS, *_capacity(2)], (*STANDARD, *OF_TETRIS), has_twin=True, has_streams_checked=True),
     # The draft is the target, and all it drafts is verified: a wrong, stale or missing entry of its cache shows as a rejection.
     "perfect": Arm(
@@ -138,7 +138,7 @@ ARMS: Mapping[str, Arm] = {
         has_streams_checked=True,
     ),
     "small pool": Arm(
-        [*_serve(TARGET, pool=192), *PERFECT, "--schedule-conservativeness", "0.1"], (LONG,), min_success=0.9,
+        [*serve(TARGET, pool=192), *PERFECT, "--schedule-conservativeness", "0.1"], (LONG,), min_success=0.9,
         must_log="Retract requests",
     ),
     # The second one's own plans, selections and draws are wrong.
@@ -146,8 +146,8 @@ ARMS: Mapping[str, Arm] = {
         [*COMMON, *TETRIS, *_draft("draft"), *COMB, *_capacity(3), "--tp-size", "2"], (GREEDY[1], DRAWN),
         plugin=UNLIKE_RANKS, min_success=0.3, has_streams_checked=True,
     ),
-    "heads of 128": Arm([*_serve(TARGET_128), *FIXED], has_twin=True),
-    "fa3": Arm([*_serve(TARGET, "fa3"), *FIXED], has_twin=True),
+    "heads of 128": Arm([*serve(TARGET_128), *FIXED], has_twin=True),
+    "fa3": Arm([*serve(TARGET, "fa3"), *FIXED], has_twin=True),
 }  # fmt: skip
 QUICK = {name: replace(ARMS[name], cases=(GREEDY[1], DRAWN), has_twin=False) for name in ("eagle3",)}
 """For every change, in some minutes: a head's combs, graphs, plans and masks."""
