@@ -7,13 +7,12 @@ SGLang's DFLASH wants a GPU and bfloat16. Times mean nothing here.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import requests
 import typer
-from cases import TIMEOUT_S
+from cases import DRAWN, TIMEOUT_S
 from dry_arms import REPOSITORY, TETRIS, serve
 from host_cuda.environment import build, environment
 
@@ -42,16 +41,9 @@ def main(
         log = BUILD / "compare-dflash" / f"{flags[1]}.log"
         with ServerProcess(command, log, environment=environment(BUILD / "host-cuda"), start_timeout_s=TIMEOUT_S) as server:
             for temperature in (0, 1):
-                sampling = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
-
-                def ask(text: str, url: str = server.url, sampling: dict = sampling) -> dict:
-                    body = {"text": text, "sampling_params": sampling}
-                    answer = requests.post(f"{url}/generate", json=body, timeout=TIMEOUT_S)
-                    answer.raise_for_status()
-                    return answer.json()["meta_info"]
-
-                with ThreadPoolExecutor(NUM_IN_FLIGHT) as pool:
-                    counts = count_drafts(pool.map(ask, texts))
+                sampling = {"temperature": temperature, "max_new_tokens": new_tokens}
+                answers = replace(DRAWN, load=NUM_IN_FLIGHT, sampling=sampling).ask(server.url, texts)
+                counts = count_drafts(answer.meta_info for answer in answers)
                 rate = counts.accepted / counts.verify_steps
                 print(f"{name}, temperature {temperature}: {rate:.2f} of {NUM_DRAFTS}, {counts.verify_steps} steps", flush=True)
 
