@@ -300,20 +300,22 @@ def acceptance_served() -> str:
 
 
 def acceptance_speed() -> str:
-    """Throughput of every rule and shape by load, from `ablations/*rules.json`."""
-    rows, loads = [], []
+    """Throughput and acceptance of every rule and shape by load, from `ablations/*rules.json`."""
+    rows = []
     for comparison in read_comparisons("ablations"):
         if not comparison.path.stem.endswith(COMPARES_RULES):
             continue
-        loads = find_loads(comparison)
-        temperatures = dict.fromkeys(cell.temperature for cell in comparison.cells)
-        for temperature, (name, arm) in product(temperatures, comparison.arms.items()):
-            if arm.family != "auto":
-                continue
+        places = dict.fromkeys((cell.temperature, cell.load) for cell in comparison.cells)
+        cells = (cell for place in places for cell in comparison.find(*place, "eagle3", "auto"))
+        for cell in cells:
+            arm = comparison.arms[cell.arm]
             rule = arm.variant.removeprefix("acceptance=") or "coupled"
             shape = "chains" if arm.num_draft_tokens or rule == "block" else "chains with runners-up"
-            rows.append([f"{temperature:g}", rule, shape, *find_throughputs(comparison, name, temperature, loads)])
-    return table(["temperature", "rule", "shape", *name_loads(loads)], rows) if rows else NOT_MEASURED
+            figures = (cell.throughput.median, cell.success_rate, cell.accept_length)
+            texts = ["" if figure is None else f"{figure:.2f}" for figure in figures]
+            rows.append([f"{cell.temperature:g}", f"{cell.load.value:g}", rule, shape, *texts])
+    header = ["temperature", "in flight", "rule", "shape", "throughput", "accepted of verified", "emitted per request and step"]
+    return table(header, rows) if rows else NOT_MEASURED
 
 
 def ablations() -> str:

@@ -208,7 +208,7 @@ def main(
             continue
         if stage.resumes_from and not resume:
             (out / stage.resumes_from).unlink(missing_ok=True)
-        limit_s = min(stage.limit_s, ends_at - time.monotonic() - _GRACE_S)
+        limit_s = min(stage.limit_s * (10 if ON_HOST_CUDA else 1), ends_at - time.monotonic() - _GRACE_S)
         if limit_s < 10:
             console.print(f"{stage.letter}: no time left; go on with --resume", highlight=False)
             continue

@@ -27,6 +27,7 @@ import ledger
 import requests
 import typer
 from cases import GREEDY, TIMEOUT_S, Answer
+from check import STAGES
 from dry_arms import ARMS, PAIR, QUICK, REPOSITORY, TARGET, Arm, on_cpu, prepare
 from forked_server import COMMAND as FORKED
 from host_cuda.environment import build, environment
@@ -39,7 +40,12 @@ from tetris_sglang.tools.load import count_drafts
 from tetris_sglang.tools.server_process import ServerFailed, ServerProcess
 
 BUILD = REPOSITORY / "build"
-CHECKS = "checks"
+CHECKS = {f"check-{stage.letter}": stage.letter for stage in STAGES if stage.letter != "b"}
+"""Stages of check.py, rehearsed. Of b the tests are pytest's own, and the rest is speed."""
+CHECK_VARIABLES = {
+    "GPU_CHECK_SHAPE": "hidden=768,layers=31,heads=12,intermediate=1600",
+    "GPU_CHECK_BENCH": "--concurrency 1,4 --output-len 8 --prompts 2 --waves 1 --live-servers 2",
+}
 NUM_PROMPTS, NUM_QUICK = 12, 6
 START_TIMEOUT_S = 900.0
 MAX_LOST = 0.05
@@ -55,7 +61,7 @@ def run_arms(arms: Mapping[str, Arm | None], folder: Path, prompts: list[str], n
     """Some arms side by side. Yields their rows as they end.
 
     Args:
-        arms: None are the checks.
+        arms: None are stages of check.py.
     """
     with multiprocessing.get_context("spawn").Pool(num_jobs, end_on_sigterm) as pool:
         yield from pool.imap_unordered(partial(run_one, folder=folder, prompts=prompts), arms.items())
@@ -65,7 +71,7 @@ def run_arms(arms: Mapping[str, Arm | None], folder: Path, prompts: list[str], n
 
 def run_one(named: tuple[str, Arm | None], folder: Path, prompts: list[str]) -> dict:
     name, arm = named
-    return run_arm(name, arm, folder, prompts) if arm else run_checks(folder)
+    return run_arm(name, arm, folder, prompts) if arm else run_check(name, folder)
 
 
 def run_arm(name: str, arm: Arm, folder: Path, prompts: list[str]) -> dict:
@@ -151,17 +157,26 @@ def measure_padding(url: str) -> float | None:
     return (counts["verified_rows"] - wanted) / counts["num_steps"]
 
 
-def run_checks(folder: Path) -> dict:
-    """Stages a and c of check.py: the ways to plan the verify pass, against float64 and each other."""
-    out, started_at = folder / CHECKS, time.monotonic()
+def run_check(name: str, folder: Path) -> dict:
+    """A stage of check.py, as on a GPU but for how much is asked."""
+    out, started_at = folder / name, time.monotonic()
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu" / "check.py"), "--stages", "a,c", "--out", str(out)]
-    with (folder / f"{CHECKS}.log").open("w") as log:
-        subprocess.run(command, check=False, env={**os.environ, **environment(BUILD / "host-cuda")}, stdout=log, stderr=log)
-    stages = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
-    failed = [f"stage {stage['stage']}: {stage['error'] or 'see its log'}" for stage in stages if stage["status"] != "passed"]
-    error = "; ".join(failed) or (None if stages else "no stage ran")
-    return {"arm": CHECKS, "error": error, "cases": [], "seconds": round(time.monotonic() - started_at, 1)}
+    check = str(REPOSITORY / "scripts" / "gpu" / "check.py")
+    command = [sys.executable, check, "--stages", CHECKS[name], "--out", str(out)]
+    variables = {**os.environ, **environment(BUILD / "host-cuda"), **CHECK_VARIABLES}
+    with (folder / f"{name}.log").open("w") as log:
+        subprocess.run(command, check=False, env=variables, stdout=log, stderr=log)
+    report = out / f"{CHECKS[name]}.json"
+    stage = json.loads(report.read_text()) if report.exists() else {"findings": [], "error": "it did not run"}
+    failed = [f"{finding['what']} ({finding['detail']})" for finding in stage["findings"] if not finding["ok"]]
+    error = "; ".join([*failed, *filter(None, [stage["error"]])])
+    return {
+        "arm": name,
+        "error": error or None,
+        "cases": [],
+        "held": len(stage["findings"]) - len(failed),
+        "seconds": round(time.monotonic() - started_at, 1),
+    }
 
 
 def find_faults(row: dict, arm: Arm | None = None) -> list[str]:
@@ -172,11 +187,11 @@ def find_faults(row: dict, arm: Arm | None = None) -> list[str]:
     """
     if row["error"]:
         return [row["error"]]
+    if row["arm"] in CHECKS:
+        return []
+    arm = arm or ARMS[row["arm"]]
     faults = [f"{case['case']}: {case['says']}" for case in row["cases"] if not case["holds"]]
     faults += [f"{row[what]} {what}" for what in ("tracebacks", "not computed") if row.get(what)]
-    if row["arm"] == CHECKS:
-        return faults
-    arm = arm or ARMS[row["arm"]]
     if row["not tested"]:
         faults.append(f"nothing was tested: its log does not say {arm.must_log!r}")
     if (rate := measure_success(row)) is not None and rate < arm.min_success:
@@ -214,7 +229,7 @@ def draw_table(rows: list[dict]) -> Table:
             ", ".join(f"{case['p']:.3f}" for case in row["cases"] if case["p"] is not None),
             "" if rate is None else f"{rate:.2f}",
             "" if row.get("lost") is None else f"{row['lost']:.2f} ± {row.get('lost_error', 0):.2f}",
-            "; ".join(find_faults(row)) or "holds",
+            "; ".join(find_faults(row)) or (f"{row['held']} checks hold" if "held" in row else "holds"),
         )
     return table
 
@@ -252,7 +267,7 @@ def run_mutations(folder: Path, prompts: list[str], num_jobs: int, console: Cons
 
 
 def main(
-    arms: Annotated[str, typer.Option(help=f"Of {', '.join([*ARMS, CHECKS])}.")] = ",".join([*ARMS, CHECKS]),
+    arms: Annotated[str, typer.Option(help=f"Of {', '.join([*ARMS, *CHECKS])}.")] = ",".join([*ARMS, *CHECKS]),
     quick: Annotated[bool, typer.Option(help=f"{', '.join(QUICK)} alone, asked for little.")] = False,
     out: Annotated[Path, typer.Option(help="Logs, ledgers and a summary.")] = BUILD / "gpu-dry-run",
     resume: Annotated[bool, typer.Option(help="Keep the arms that hold.")] = False,
@@ -264,7 +279,7 @@ def main(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # nothing here is large
     console = Console(width=None if sys.stdout.isatty() else 160)
     chosen = list(QUICK) if quick else arms.split(",")
-    if unknown := set(chosen) - {*ARMS, CHECKS}:
+    if unknown := set(chosen) - {*ARMS, *CHECKS}:
         raise typer.BadParameter(f"no such arm: {', '.join(sorted(unknown))}", param_hint="--arms")
     out.mkdir(parents=True, exist_ok=True)
     build(BUILD / "host-cuda")
@@ -279,7 +294,7 @@ def main(
     if mutations:
         raise typer.Exit(bool(run_mutations(out, prompts, jobs, console)))
     rows, to_run = dict(kept), [name for name in chosen if name not in kept]
-    asked = {name: None if name == CHECKS else (QUICK if quick else ARMS)[name] for name in to_run}
+    asked = {name: None if name in CHECKS else (QUICK if quick else ARMS)[name] for name in to_run}
     console.print(f"{', '.join(to_run)}: logs in {out}", highlight=False)
     for number, row in enumerate(run_arms(asked, out, prompts, jobs)):
         rows[row["arm"]] = row

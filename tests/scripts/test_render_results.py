@@ -115,7 +115,8 @@ def test_each_feature_stands_beside_the_default(pages, tmp_path, monkeypatch):
     }
     (tmp_path / "ablations" / "sharegpt.json").write_text(json.dumps(make_results(speeds)))
     rules = {Arm("none"): 10.0, Arm("auto", num_steps=6, variant="acceptance=block"): 9.0}
-    (tmp_path / "ablations" / "sharegpt-rules.json").write_text(json.dumps(make_results(rules, temperature=0.7)))
+    counted = make_results(rules, temperature=0.7, selected=8, accepted=2, verify_steps=4)
+    (tmp_path / "ablations" / "sharegpt-rules.json").write_text(json.dumps(counted))
     assert pages.ablations().splitlines()[2:] == [
         "| eagle3 | as by default | 1.30 |",
         "| eagle3 | without runners-up | 1.40 |",
@@ -123,7 +124,7 @@ def test_each_feature_stands_beside_the_default(pages, tmp_path, monkeypatch):
     ]
     # What wins is no default for that.
     assert pages.overview("ablations")().splitlines()[2:] == ["| eagle3 | sharegpt | 0 | 1.30 |", "", "Measured at commit abc."]
-    assert pages.acceptance_speed().splitlines()[2:] == ["| 0.7 | block | chains | 0.90 |"]
+    assert pages.acceptance_speed().splitlines()[2:] == ["| 0.7 | 1 | block | chains | 0.90 | 0.25 | 1.50 |"]
 
 
 def test_what_was_not_measured_is_said(pages, tmp_path, monkeypatch):
