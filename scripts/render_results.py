@@ -305,10 +305,10 @@ def acceptance_speed() -> str:
     for comparison in read_comparisons("ablations"):
         if not comparison.path.stem.endswith(COMPARES_RULES):
             continue
-        places = dict.fromkeys((cell.temperature, cell.load) for cell in comparison.cells)
-        cells = (cell for place in places for cell in comparison.find(*place, "eagle3", "auto"))
-        for cell in cells:
+        for cell in comparison.cells:
             arm = comparison.arms[cell.arm]
+            if arm.family != "auto":
+                continue
             rule = arm.variant.removeprefix("acceptance=") or "coupled"
             shape = "chains" if arm.num_draft_tokens or rule == "block" else "chains with runners-up"
             figures = (cell.throughput.median, cell.success_rate, cell.accept_length)

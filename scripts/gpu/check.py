@@ -28,7 +28,7 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "gpu"), str(REPOSITORY / "scripts")]
 
-from stage_report import ON_HOST_CUDA, Report, collect_provenance
+from stage_report import ON_HOST_CUDA, PATIENCE, Report, collect_provenance
 
 DEFAULT_OUT = REPOSITORY / "build" / "gpu-check"
 _ARCHIVE_EVERY_S = 20.0
@@ -208,7 +208,7 @@ def main(
             continue
         if stage.resumes_from and not resume:
             (out / stage.resumes_from).unlink(missing_ok=True)
-        limit_s = min(stage.limit_s * (10 if ON_HOST_CUDA else 1), ends_at - time.monotonic() - _GRACE_S)
+        limit_s = min(stage.limit_s * PATIENCE, ends_at - time.monotonic() - _GRACE_S)
         if limit_s < 10:
             console.print(f"{stage.letter}: no time left; go on with --resume", highlight=False)
             continue

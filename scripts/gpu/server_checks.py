@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proof import Reference
-from stage_report import ON_HOST_CUDA, PAIR, REPOSITORY, Report, log, recorded, run_child
+from stage_report import ON_HOST_CUDA, PAIR, PATIENCE, REPOSITORY, Report, log, recorded, run_child
 
 from tests.e2e.client import Client
 from tetris_sglang.cache import cache_folder
@@ -31,30 +31,29 @@ SERVER_FLAGS = "--dtype bfloat16 --attention-backend flashinfer --sampling-backe
 # On by default, but they take a minute of every start: one server has them.
 NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 REAL_SHAPE = os.environ.get("GPU_CHECK_SHAPE", "smollm2-8b")
-START_TIMEOUT_S = 1800.0 if ON_HOST_CUDA else 300.0
 MAX_REAL_REGRET = 0.5
 """In logits: four steps of bfloat16 at the size of SmolLM2's largest."""
 
 
 class Amounts(NamedTuple):
-    """What servers are asked."""
+    """What servers have and are asked."""
 
-    prompts: int
-    real_prompts: int
-    tokens: int
-    samples: int
-    loads: tuple[int, ...]
-    timed_tokens: int
-    profiled_steps: int
-    graphs: str
+    prompts: int = 160
+    real_prompts: int = 96
+    tokens: int = 64
+    samples: int = 1000
+    loads: tuple[int, ...] = (1, 4, 16)
+    timed_tokens: int = 256
+    profiled_steps: int = 24
+    graphs: str = "1 2 4 8 16 32 64"
     """Batch sizes that are captured."""
-    pool: int
+    pool: int = 65536
 
 
-if ON_HOST_CUDA:
-    ASKED = Amounts(16, 4, 8, 256, (1, 4), 8, 1, "1 2 4", 4096)
-else:
-    ASKED = Amounts(160, 96, 64, 1000, (1, 4, 16), 256, 24, "1 2 4 8 16 32 64", 65536)
+ON_HOST = Amounts(
+    prompts=16, real_prompts=4, tokens=8, samples=256, loads=(1, 4), timed_tokens=8, profiled_steps=1, graphs="1 2 4", pool=4096
+)
+ASKED = ON_HOST if ON_HOST_CUDA else Amounts()
 # Stages e, f and h: room for the KV of what they ask at once.
 LARGE_FLAGS = (
     f"{SERVER_FLAGS} {NO_PREFILL_GRAPHS} --cuda-graph-bs-decode {ASKED.graphs} --max-total-tokens {min(ASKED.pool, 24576)}"
@@ -146,8 +145,9 @@ def check_real_text(report: Report) -> None:
             greedy = reference.judge_greedy(chats, [output["output_ids"] for output in outputs])
             report.record(f"{name}_greedy", greedy._asdict())
             missed[name] = 1 - greedy.num_best / greedy.num_tokens
-            what = f"{name}: tokens are the float32 target's as often as without speculation"
-            report.expect(what, missed[name] <= 1.5 * missed["plain"] + 0.02, f"{missed[name]:.1%} are not")
+            if name != "plain":
+                what = f"{name}: tokens are the float32 target's as often as without speculation"
+                report.expect(what, missed[name] <= 1.5 * missed["plain"] + 0.02, f"{missed[name]:.1%} are not")
             what = f"{name}: the others are near-ties"
             report.expect(what, greedy.regret <= MAX_REAL_REGRET, f"short by {greedy.regret:.3f} at most")
             if name == "TETRIS-fixed":  # SGLang's own does not say what it verified, and the default may not draft
@@ -204,7 +204,7 @@ def _prepare(
         common += " --cuda-graph-bs-prefill 16 64"
     log_path = report.path.parent / f"{name}.log"
     log(f"starting {name}: {log_path}")
-    return ServerProcess(["--model-path", str(target), *common.split(), *flags], log_path, start_timeout_s=START_TIMEOUT_S)
+    return ServerProcess(["--model-path", str(target), *common.split(), *flags], log_path, start_timeout_s=300 * PATIENCE)
 
 
 def _prompts() -> list[str]:
@@ -359,6 +359,8 @@ def check_real_model(report: Report) -> None:
 
 
 def _bench(report: Report, results: Path, options: str) -> None:
+    if ON_HOST_CUDA:
+        raise RuntimeError("there is no speed on the host")
     command = [
         *(sys.executable, "-m", "tetris_sglang", "bench", "--resume", "--dtype", "bfloat16", *options.split()),
         *("--out", str(results), "--server-flags", LARGE_FLAGS),
@@ -401,7 +403,7 @@ def check_graphs(report: Report) -> None:
         path = report.path.parent / f"f-{name}.log"
         log(f"starting {name}: {path}")
         common = ["--model-path", str(target), *LARGE_FLAGS.split(), "--max-running-requests", "64"]
-        server = ServerProcess([*common, *flags.split()], path, start_timeout_s=START_TIMEOUT_S)
+        server = ServerProcess([*common, *flags.split()], path, start_timeout_s=240 * PATIENCE)
         try:
             with server:
                 captures = parse_captures(path.read_text(errors="replace"))

@@ -21,6 +21,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAIR = REPOSITORY / "tests" / "pair"
 # Slow, and without any speed to measure: a stage takes less there.
 ON_HOST_CUDA = os.environ.get("HOST_CUDA") == "1"
+PATIENCE = 10 if ON_HOST_CUDA else 1
+"""Times as long may a stage and the start of a server take."""
 _STOP_TIMEOUT_S = 20.0
 
 
