@@ -41,7 +41,7 @@ measure paper/sharegpt --arms none,sglang,tetris --capacity-tokens none --drafts
 measure ablations/sharegpt --arms none,auto --drafts eagle3 --num-draft-tokens 7 --variants calibration=off,shared-texts=on \
     --concurrency 1,4,16
 # Which rule of acceptance, and runners-up or not.
-measure ablations/sharegpt-rules --arms none,auto --drafts eagle3 --temperature 1 --num-draft-tokens 7 \
+measure ablations/sharegpt-rules --arms none,auto --drafts eagle3 --temperature 0.7,1 --num-draft-tokens 7 \
     --variants acceptance=rejection,acceptance=block --concurrency 1,16
 
 draft() { # NAME of scripts/train_drafts.sh, its kind, prompts, then options of `tetris-sglang bench`
