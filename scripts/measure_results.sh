@@ -24,18 +24,26 @@ measure() { # NAME, then options of `tetris-sglang bench`
 # Trees of 8 nodes, 5 deep, of 4 branches are what SGLang chooses where nothing is given.
 measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4,8 --topk 1,4 --num-steps 5 --concurrency 4
 
-compare() { # NAME, draft, loads, prompts, temperatures
-    measure "real-text/$1" --arms none,auto,sglang --k 1 --drafts "$2" --concurrency "$3" --workload "$4" --temperature "$5"
-}
+# Its best k at 1, 4 and 16 requests: K.
+K=1
 
-compare sharegpt-head eagle3 1,4,8,16,32 sharegpt 0
-compare sharegpt-head-sampled eagle3 1,4,16 sharegpt 0.7,1
-compare humaneval-head eagle3 1,4,16 humaneval 0
-compare humaneval-head-sampled eagle3 1,4,16 humaneval 0.7,1
-compare sharegpt-ngram ngram 1,4,16 sharegpt 0,0.7
-compare humaneval-ngram ngram 1,4,16 humaneval 0,0.7
+compare() { # NAME, draft, prompts, temperatures
+    measure "real-text/$1" --arms none,auto,sglang,tetris --k "$K" --extra 1 --capacity-tokens none --drafts "$2" \
+        --concurrency 1,4,8,16,32 --workload "$3" --temperature "$4"
+}
+compare sharegpt-head eagle3 sharegpt 0
+compare sharegpt-head-sampled eagle3 sharegpt 0.7,1
+compare humaneval-head eagle3 humaneval 0
+compare humaneval-head-sampled eagle3 humaneval 0.7,1
+compare sharegpt-ngram ngram sharegpt 0,0.7
+compare humaneval-ngram ngram humaneval 0,0.7
+
 # What two servers that are alike differ by shows here: a second one without speculation.
-measure real-text/sharegpt-useless --arms none,control,auto --drafts useless --concurrency 1,4,16
+useless() { # NAME, prompts
+    measure "real-text/$1" --arms none,control,auto --drafts useless --concurrency 1,4,8,16,32 --workload "$2"
+}
+useless sharegpt-useless sharegpt
+useless humaneval-useless humaneval
 measure equal-lengths/sharegpt --arms none,auto,sglang --drafts eagle3 --k 1 --lengths equal --concurrency 1,4,16
 measure paper/sharegpt --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 --concurrency 16
 measure ablations/sharegpt --arms none,auto --drafts eagle3 --num-draft-tokens 7 --variants calibration=off,shared-texts=on \
