@@ -33,7 +33,7 @@ _ROUNDS = 4
 _CONTEXT_TOKENS = 64
 _LONG_CONTEXT_TOKENS = 512
 _BUDGET_S = 10.0
-"""After that, larger sizes are left to extrapolation and to real steps."""
+"""A round ends when its share is used up: larger sizes are left to the next one, to extrapolation and to real steps."""
 _HEAD_START_CYCLES = 20_000_000
 """Of the device's clock, some ten milliseconds: longer than the host takes to launch a step's passes."""
 _ROWS_TO_CHECK = 16
@@ -130,22 +130,8 @@ def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int, r
     rows_of_context = min(16, max_rows)
     passes["context", rows_of_context] = target_pass(rows_of_context, long_context)
 
-    between = passes["target", 1]
-    best: dict[tuple[str, int], float] = {}
     started_at = time.perf_counter()
-    with tqdm(desc="TETRIS: timing passes", total=_ROUNDS * len(passes), leave=False) as progress:
-        for number in range(_ROUNDS):
-            for key, run in passes.items():
-                progress.update()
-                is_late = ranks.agree(time.perf_counter() - started_at > _BUDGET_S)
-                if is_late and (number or key[1] > 1):
-                    continue
-                if key[0] in ("window", "draft"):
-                    # While serving, the target's weights have just gone through the caches.
-                    between()
-                if number == 0:
-                    run()
-                best[key] = min(best.get(key, math.inf), _time(run, runner.device))
+    best = _time_in_turns(passes, runner.device, ranks)
     # Of the last pass, which no request will be in: the first prefill would take it for the batch's before it.
     runner.shared_read_done_event = None
     logger.info("TETRIS: timed passes in %.1f s", time.perf_counter() - started_at)
@@ -161,6 +147,33 @@ def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int, r
             short = target_s.get(rows, seconds)
             context_s = max(seconds - short, 0.0) / (_count_requests(runner, rows) * (long_context - context))
     return PassTimes(target_s, window_s, branch_s or dict.fromkeys(window_s, 0.0), context_s)
+
+
+def _time_in_turns(
+    passes: dict[tuple[str, int], Callable[[], None]], device: str, ranks: Ranks
+) -> dict[tuple[str, int], float]:
+    """The fastest time of each pass (kind, size), small ones first: every step needs those.
+
+    Sizes that no round comes to are left out.
+    """
+    between = passes["target", 1]
+    ascending = sorted(passes.items(), key=lambda item: item[0][1])
+    best: dict[tuple[str, int], float] = {}
+    started_at = time.perf_counter()
+    with tqdm(desc="TETRIS: timing passes", total=_ROUNDS * len(passes), leave=False) as progress:
+        for number in range(_ROUNDS):
+            for key, run in ascending:
+                progress.update()
+                is_late = ranks.agree(time.perf_counter() - started_at > _BUDGET_S * (number + 1) / _ROUNDS)
+                if is_late and (number or key[1] > 1):
+                    continue
+                if key[0] in ("window", "draft"):
+                    # While serving, the target's weights have just gone through the caches.
+                    between()
+                if key not in best:
+                    run()
+                best[key] = min(best.get(key, math.inf), _time(run, device))
+    return best
 
 
 def _time(run: Callable[[], None], device: str) -> float:
