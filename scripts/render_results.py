@@ -305,15 +305,15 @@ def acceptance_speed() -> str:
     for comparison in read_comparisons("ablations"):
         if not comparison.path.stem.endswith(COMPARES_RULES):
             continue
-        for cell in comparison.cells:
+        names = list(comparison.arms)
+        for cell in sorted(comparison.cells, key=lambda cell: (cell.temperature, cell.load.value, names.index(cell.arm))):
             arm = comparison.arms[cell.arm]
             if arm.family != "auto":
                 continue
             rule = arm.variant.removeprefix("acceptance=") or "coupled"
             shape = "chains" if arm.num_draft_tokens or rule == "block" else "chains with runners-up"
-            figures = (cell.throughput.median, cell.success_rate, cell.accept_length)
-            texts = ["" if figure is None else f"{figure:.2f}" for figure in figures]
-            rows.append([f"{cell.temperature:g}", f"{cell.load.value:g}", rule, shape, *texts])
+            texts = ["" if figure is None else f"{figure:.2f}" for figure in (cell.success_rate, cell.accept_length)]
+            rows.append([f"{cell.temperature:g}", f"{cell.load.value:g}", rule, shape, str(cell.throughput), *texts])
     header = ["temperature", "in flight", "rule", "shape", "throughput", "accepted of verified", "emitted per request and step"]
     return table(header, rows) if rows else NOT_MEASURED
 
