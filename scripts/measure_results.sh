@@ -22,7 +22,7 @@ measure() { # NAME, then options of `tetris-sglang bench`
 
 # The others compare with k = 1 of SGLang's own. Servers take as long to start as to be measured, so a file has what it can.
 # Trees of 8 nodes, 5 deep, of 4 branches are what SGLang chooses where nothing is given.
-measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,4,8 --topk 1,4 --num-steps 5 --concurrency 4
+measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,8 --topk 1,4 --num-steps 5 --concurrency 4
 
 # Its best k at 1, 4 and 16 requests: K.
 K=1

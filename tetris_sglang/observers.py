@@ -27,7 +27,7 @@ class StepRecord(NamedTuple):
 
 
 class Observer(Protocol):
-    """Learns from what is served. Never waits for the device."""
+    """Learns from what is served, and does nothing where it has nothing to learn. Never waits for the device."""
 
     def begin(self, batch, next_token_ids: Tensor) -> None:
         """Requests begin, or come back after a retraction.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tetris_sglang.estimates.calibration import Calibration, chain_outcomes, tree_outcomes
 from tetris_sglang.estimates.offsets import EvidenceOffsets
-from tetris_sglang.observers import StepRecord
+from tetris_sglang.observers import Observer, StepRecord
 from tetris_sglang.texts import FIRST_COPIED, FIRST_TEXT_ONLY, INITIAL_OFFSETS, NO_DRAFT, is_copied
 
 _MAX_REQUESTS = 128
@@ -42,7 +42,7 @@ def judge_nodes(record: StepRecord) -> JudgedNodes:
     return JudgedNodes(depths, *(outcome[:, :num_nodes] for outcome in outcomes))
 
 
-class AcceptanceEstimator:
+class AcceptanceEstimator(Observer):
     """A `Calibrate` that learns, and an `Observer`: log-odds of acceptance are the sum of two terms.
 
     What a draft's probability is worth at its depth (`Calibration`), and what the evidence for the token is worth
@@ -74,9 +74,6 @@ class AcceptanceEstimator:
         """See `Calibrate`."""
         gain = self.evidence.offsets(copied) - self.evidence.offsets(contradicted)
         return self.calibration.invert(gain, depths)
-
-    def begin(self, batch, next_token_ids: Tensor) -> None:
-        """Estimates are the server's, not a request's."""
 
     def observe(self, record: StepRecord) -> None:
         """Take in a step's outcomes. Sync: none."""

@@ -4,9 +4,9 @@ Of two tokens with the same score at the same depth, the one that something else
 a match in a recent text, texts/match.py). With p the probability including the offset so far, every
 judged token of a kind moves that kind's offset by
 
-    (accepted - p) / precision,    precision = 1 / deviation^2 + sum of p (1 - p) over this kind's tokens so far
+    (accepted - p) / precision,    precision = 1 + sum of p (1 - p) over this kind's tokens so far
 
-a Newton step of a logistic regression's intercept with a Gaussian prior, one after the other (an extended Kalman
+a Newton step of a logistic regression's intercept with a Gaussian prior of deviation 1, one after the other (an extended Kalman
 filter of one number per kind). Older tokens fade from the precision, so it keeps learning.
 """
 
@@ -25,24 +25,14 @@ class EvidenceOffsets:
 
     Args:
         initial: [kinds], each offset before anything was seen.
-        deviation: of offsets, in log-odds, before anything was seen; above 0.
         decay: what a judged token keeps of its weight with each later one, of whatever kind, in (0, 1].
     Raises:
         ValueError: a setting out of range.
     """
 
-    def __init__(
-        self,
-        initial: Sequence[float],
-        device: torch.device | str = "cpu",
-        deviation: float = 1.0,
-        decay: float = 0.9999,
-    ) -> None:
-        if not initial or not deviation > 0 or not 0 < decay <= 1:
-            raise ValueError(
-                f"there must be kinds, deviation be above 0 and decay in (0, 1], got {initial}, {deviation} and {decay}"
-            )
-        self._min_precision = deviation**-2
+    def __init__(self, initial: Sequence[float], device: torch.device | str = "cpu", decay: float = 0.9999) -> None:
+        if not initial or not 0 < decay <= 1:
+            raise ValueError(f"there must be kinds, and decay be in (0, 1], got {initial} and {decay}")
         self._decay = torch.tensor(decay, dtype=torch.float64, device=device)
         self._information = torch.zeros(len(initial), dtype=torch.float64, device=device)
         """Of p (1 - p)."""
@@ -70,7 +60,7 @@ class EvidenceOffsets:
         sums = torch.zeros(2, len(self._offsets), dtype=torch.float64, device=probs.device)
         surprise, information = sums.index_add_(1, kinds.flatten(), judged.double())
         self._information.mul_(self._decay ** reached.sum()).add_(information)
-        self._offsets.add_(surprise / (self._information + self._min_precision))
+        self._offsets.add_(surprise / (self._information + 1))
         self._offsets.clamp_(-_LARGEST_OFFSET, _LARGEST_OFFSET)
 
     def forget(self) -> None:

@@ -43,7 +43,6 @@ class ServerProcess:
     Args:
         arguments: everything after `launch_server`, without --host and --port.
         log_path: receives the server's output.
-        port: a free one is chosen when None.
         environment: variables added to this process's own.
         entry_point: the command that the arguments follow; `sglang serve` is another.
         start_timeout_s: seconds until ServerFailed is raised.
@@ -57,12 +56,11 @@ class ServerProcess:
         arguments: Sequence[str],
         log_path: Path,
         *,
-        port: int | None = None,
         environment: Mapping[str, str] | None = None,
         entry_point: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
         start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
     ) -> None:
-        self.port = port or find_free_port()
+        self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = Path(log_path)
         self.command = [*entry_point, "--host", "127.0.0.1", "--port", str(self.port), *arguments]

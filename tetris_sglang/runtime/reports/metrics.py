@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from sglang.srt.runtime_context import get_observability
-from torch import Tensor
 
 from tetris_sglang.config import is_tetris
-from tetris_sglang.observers import StepRecord
+from tetris_sglang.observers import Observer, StepRecord
 
 COUNTERS = {
     "num_steps": ("steps", "Steps."),
@@ -35,7 +34,7 @@ GAUGES = {
 """sglang:tetris_NAME in Prometheus."""
 
 
-class StepMetrics:
+class StepMetrics(Observer):
     """An `Observer`: host-side counters of one scheduler process; no device sync.
 
     Args:
@@ -48,9 +47,6 @@ class StepMetrics:
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._last = dict.fromkeys(("batch_size", "draft_depth", "capacity_tokens"), 0)
         self._accepted_at = [0] * num_positions
-
-    def begin(self, batch, next_token_ids: Tensor) -> None:
-        """A prefill counts for nothing."""
 
     def observe(self, record: StepRecord) -> None:
         (depth, selected), batch_size = record.plan, len(record.batch.reqs)

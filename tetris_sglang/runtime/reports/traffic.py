@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tetris_sglang.observers import StepRecord
+from tetris_sglang.observers import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 64 << 20
 _MAX_REMEMBERED = 4096
 
 
-class TextRecorder:
+class TextRecorder(Observer):
     """An `Observer` that writes finished requests down, each as a line (`tools/distill/corpus.py`).
 
     Args:
@@ -47,9 +47,6 @@ class TextRecorder:
             self._running |= {req.rid: req for req in batch.reqs}
             while len(self._running) > _MAX_REMEMBERED:  # aborted in the queue, after a retraction
                 del self._running[next(iter(self._running))]
-
-    def observe(self, record: StepRecord) -> None:
-        """A step says nothing before its request has ended."""
 
     def finish(self, rid: str) -> None:
         """A request has ended; those that were given up are not written down."""

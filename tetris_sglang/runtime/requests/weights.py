@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tetris_sglang.observers import StepRecord
+from tetris_sglang.observers import Observer
 from tetris_sglang.runtime.host_copy import send
 from tetris_sglang.runtime.requests.options import DEFAULT, RequestOptions, parse
 
@@ -25,7 +25,7 @@ class Wishes(NamedTuple):
     """Of these; 1 where there are none."""
 
 
-class RequestWeights:
+class RequestWeights(Observer):
     """An `Observer` of what requests ask for. Steps without a wish cost nothing.
 
     Args:
@@ -43,9 +43,6 @@ class RequestWeights:
             # Validated before.
             if custom_params and (options := parse(custom_params)) != DEFAULT:
                 self._special[req] = options
-
-    def observe(self, record: StepRecord) -> None:
-        """Wishes stay what they are."""
 
     def get_wishes(self, reqs: Sequence) -> Wishes | None:
         """Of the requests of a decode step, in their order; None: nobody has one.
