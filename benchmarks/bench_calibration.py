@@ -1,6 +1,6 @@
 """What calibration costs: against selection itself, and against a copy of the probabilities.
 
-    python benchmarks/bench_calibration.py --step-ms 80
+    python benchmarks/bench_calibration.py
 
 Timed as timing.py says. A step with chains calibrates once per drafted level (n-grams: once for all), derives what was
 reached and observes; one in `refresh_every` steps refreshes, which is charged to all in equal parts.
@@ -12,26 +12,23 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import track
 from rich.table import Table
 from timing import (
     RESULTS,
     SPREAD,
+    STEP_MS,
     Device,
     Out,
     RoundMs,
     Rounds,
     StepMs,
-    describe_run,
     draw_ratio,
     make_table,
-    open_console,
-    share_of_step,
+    report,
     summarise,
     summarise_all,
     summarise_ratio,
     time_in_turn,
-    write_results,
 )
 
 from tetris_sglang.estimates import Calibration, chain_outcomes
@@ -43,7 +40,7 @@ PARTS = ["apply_level", "apply_all", "outcomes", "observe", "refresh", "select"]
 
 def main(
     out: Out = RESULTS / "calibration.json",
-    step_ms: StepMs = None,
+    step_ms: StepMs = STEP_MS,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
     rounds: Rounds = 15,
     round_ms: RoundMs = 2.0,
@@ -51,16 +48,17 @@ def main(
     seed: int = 0,
 ) -> None:
     """Time calibration for batch 1..1024."""
-    console = open_console()
-    results = [
-        measure(batch, depth, rounds, round_ms, device, seed)
-        for batch in track(BATCHES, description="calibration", console=console)
-    ]
-    for result in results:
-        result["step_share"] = share_of_step(result["step_us"], step_ms)
-    console.print(draw_table(results, depth, step_ms))
-    provenance = describe_run(device, seed=seed, depth=depth, rounds=rounds)
-    write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
+    report(
+        BATCHES,
+        lambda batch: measure(batch, depth, rounds, round_ms, device, seed),
+        lambda results: [draw_table(results, depth, step_ms)],
+        out=out,
+        step_ms=step_ms,
+        device=device,
+        seed=seed,
+        depth=depth,
+        rounds=rounds,
+    )
 
 
 def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
@@ -101,15 +99,12 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     }
 
 
-def draw_table(results: list[dict], depth: int, step_ms: float | None) -> Table:
-    columns = ["batch", *(name.replace("_", " ") for name in PARTS), "step", "step / select"]
-    if step_ms is not None:
-        columns.append(f"of {step_ms:g} ms")
+def draw_table(results: list[dict], depth: int, step_ms: float) -> Table:
+    columns = ["batch", *(name.replace("_", " ") for name in PARTS), "step", "step / select", f"of {step_ms:g} ms"]
     table = make_table(*columns, title=f"D = {depth}; microseconds, {SPREAD}")
     for result in results:
         cells = [draw_ratio(result[f"{name}_us"]) for name in [*PARTS, "step"]]
-        share = [] if step_ms is None else [f"{result['step_share']:.2%}"]
-        table.add_row(str(result["batch"]), *cells, draw_ratio(result["step_over_select"]), *share)
+        table.add_row(str(result["batch"]), *cells, draw_ratio(result["step_over_select"]), f"{result['step_share']:.2%}")
     return table
 
 

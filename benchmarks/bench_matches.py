@@ -1,6 +1,6 @@
 """What consulting recent texts costs a step: writing them down, looking them up, scoring drafts by them, learning from them.
 
-    python benchmarks/bench_matches.py --step-ms 80
+    python benchmarks/bench_matches.py
 
 Timed as timing.py says. `drafts` is what the same chains cost without a match; a step is writing down, the
 lookup, the drafts with it less those without, and learning.
@@ -11,25 +11,22 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import track
 from rich.table import Table
 from timing import (
     RESULTS,
     SPREAD,
+    STEP_MS,
     Device,
     Out,
     RoundMs,
     Rounds,
     StepMs,
-    describe_run,
     draw_ratio,
     make_table,
-    open_console,
-    share_of_step,
+    report,
     summarise,
     summarise_all,
     time_in_turn,
-    write_results,
 )
 
 from tetris_sglang.drafting import ChainGrower, Proposal
@@ -43,7 +40,7 @@ VOCABULARY = 2000
 
 def main(
     out: Out = RESULTS / "matches.json",
-    step_ms: StepMs = None,
+    step_ms: StepMs = STEP_MS,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
     context: Annotated[int, typer.Option(min=16, help="tokens of each text")] = 512,
     rounds: Rounds = 15,
@@ -52,16 +49,18 @@ def main(
     seed: int = 0,
 ) -> None:
     """Time matches for batch 1..256."""
-    console = open_console()
-    results = [
-        measure(batch, depth, context, rounds, round_ms, device, seed)
-        for batch in track(BATCHES, description="matches", console=console)
-    ]
-    for result in results:
-        result["step_share"] = share_of_step(result["step_us"], step_ms)
-    console.print(draw_table(results, depth, context, step_ms))
-    provenance = describe_run(device, seed=seed, depth=depth, context=context, rounds=rounds)
-    write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
+    report(
+        BATCHES,
+        lambda batch: measure(batch, depth, context, rounds, round_ms, device, seed),
+        lambda results: [draw_table(results, depth, context, step_ms)],
+        out=out,
+        step_ms=step_ms,
+        device=device,
+        seed=seed,
+        depth=depth,
+        context=context,
+        rounds=rounds,
+    )
 
 
 def measure(batch: int, depth: int, context: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
@@ -101,15 +100,12 @@ def measure(batch: int, depth: int, context: int, rounds: int, round_ms: float, 
     return {"batch": batch, **summarise_all(elapsed_us), "step_us": summarise(steps_us)}
 
 
-def draw_table(results: list[dict], depth: int, context: int, step_ms: float | None) -> Table:
-    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "step"]
-    if step_ms is not None:
-        columns.append(f"of {step_ms:g} ms")
+def draw_table(results: list[dict], depth: int, context: int, step_ms: float) -> Table:
+    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "step", f"of {step_ms:g} ms"]
     table = make_table(*columns, title=f"D = {depth}, {context} tokens; microseconds, {SPREAD}")
     for result in results:
         cells = [draw_ratio(result[f"{part}_us"]) for part in [*PARTS, "step"]]
-        share = [] if step_ms is None else [f"{result['step_share']:.2%}"]
-        table.add_row(str(result["batch"]), *cells, *share)
+        table.add_row(str(result["batch"]), *cells, f"{result['step_share']:.2%}")
     return table
 
 

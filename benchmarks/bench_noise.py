@@ -11,53 +11,51 @@ from itertools import product
 
 import torch
 import typer
-from rich.progress import track
 from rich.table import Table
 from timing import (
     RESULTS,
     SPREAD,
+    STEP_MS,
     Device,
     Out,
     RoundMs,
     Rounds,
     StepMs,
-    describe_run,
     draw_ratio,
     make_table,
-    open_console,
-    share_of_step,
+    report,
+    summarise,
     summarise_all,
     summarise_ratio,
     time_in_turn,
-    write_results,
 )
 
 from tetris_sglang.acceptance import RequestNoise
 from tetris_sglang.runtime.operations import get_operations
 
 ROWS = [1, 16, 64]
-VOCABULARIES = [2048, 32_000, 151_936]
+VOCABULARIES = [2048, 49_152, 151_936]
 
 
 def main(
     out: Out = RESULTS / "noise.json",
-    step_ms: StepMs = None,
+    step_ms: StepMs = STEP_MS,
     rounds: Rounds = 7,
     round_ms: RoundMs = 2.0,
     device: Device = "cpu",
     seed: int = 0,
 ) -> None:
     """Time draws of 1..64 rows from three vocabularies."""
-    console = open_console()
-    results = [
-        measure(rows, vocab, rounds, round_ms, device, seed)
-        for rows, vocab in track(list(product(ROWS, VOCABULARIES)), description="shared noise", console=console)
-    ]
-    for result in results:
-        result["draw_share"] = share_of_step(result["draw_us"], step_ms)
-    console.print(draw_table(results, step_ms))
-    provenance = describe_run(device, seed=seed, rounds=rounds)
-    write_results(out, console, provenance=provenance, step_ms=step_ms, results=results)
+    report(
+        list(product(ROWS, VOCABULARIES)),
+        lambda case: measure(*case, rounds, round_ms, device, seed),
+        lambda results: [draw_table(results, step_ms)],
+        out=out,
+        step_ms=step_ms,
+        device=device,
+        seed=seed,
+        rounds=rounds,
+    )
 
 
 def measure(rows: int, vocab: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
@@ -79,24 +77,22 @@ def measure(rows: int, vocab: int, rounds: int, round_ms: float, device: str, se
         "rows": rows,
         "vocab": vocab,
         **summarise_all(elapsed_us),
+        "step_us": summarise(elapsed_us["draw"]),
         "draw_against_multinomial": summarise_ratio(elapsed_us["draw"], elapsed_us["multinomial"]),
         "perturb_against_softmax": summarise_ratio(elapsed_us["perturb"], elapsed_us["softmax"]),
     }
 
 
-def draw_table(results: list[dict], step_ms: float | None) -> Table:
-    columns = ["rows", "vocabulary", "draw / multinomial", "perturb / softmax"]
-    if step_ms is not None:
-        columns.append(f"draw, of {step_ms:g} ms")
+def draw_table(results: list[dict], step_ms: float) -> Table:
+    columns = ["rows", "vocabulary", "draw / multinomial", "perturb / softmax", f"draw, of {step_ms:g} ms"]
     table = make_table(*columns, title=f"Shared noise, {SPREAD}")
     for result in results:
-        share = [] if step_ms is None else [f"{result['draw_share']:.2%}"]
         table.add_row(
             str(result["rows"]),
             str(result["vocab"]),
             draw_ratio(result["draw_against_multinomial"]),
             draw_ratio(result["perturb_against_softmax"]),
-            *share,
+            f"{result['step_share']:.2%}",
         )
     return table
 

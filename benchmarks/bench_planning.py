@@ -1,6 +1,6 @@
 """What planning a step costs: choosing depth and capacity, learning from the last step, and the curves of acceptance.
 
-    python benchmarks/bench_planning.py --step-ms 80
+    python benchmarks/bench_planning.py
 
 Timed as timing.py says. The reference chooses by going through the same candidates one by one.
 """
@@ -10,20 +10,22 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.progress import track
+from rich.table import Table
 from timing import (
     RESULTS,
+    SPREAD,
+    STEP_MS,
     Device,
     Out,
     RoundMs,
     Rounds,
     StepMs,
-    describe_run,
+    draw_ratio,
     make_table,
-    open_console,
+    report,
+    summarise,
     summarise_all,
     time_in_turn,
-    write_results,
 )
 
 from tetris_sglang.capacity import (
@@ -50,7 +52,7 @@ SEED = PassTimes(
 
 def main(
     out: Out = RESULTS / "planning.json",
-    step_ms: StepMs = 80.0,
+    step_ms: StepMs = STEP_MS,
     depth: Annotated[int, typer.Option(min=1, help="tokens drafted per request")] = 6,
     rounds: Rounds = 15,
     round_ms: RoundMs = 2.0,
@@ -58,19 +60,17 @@ def main(
     seed: int = 0,
 ) -> None:
     """Time planning for batch 1..256; the curves are measured on the device."""
-    console = open_console()
-    results = [
-        measure(batch, depth, rounds, round_ms, device, seed)
-        for batch in track(BATCHES, description="planning", console=console)
-    ]
-    table = make_table("batch", *(f"{part.replace('_', ' ')}, us" for part in PARTS), f"of {step_ms:g} ms")
-    for result in results:
-        cells = (f"{result[f'{part}_us']['median']:.0f}" for part in PARTS)
-        step_us = sum(result[f"{part}_us"]["median"] for part in ("choose", "learn", "curves"))
-        table.add_row(str(result["batch"]), *cells, f"{step_us / (1000 * step_ms):.2%}")
-    console.print(table)
-    provenance = describe_run(device, seed=seed, depth=depth, rounds=rounds)
-    write_results(out, console, provenance=provenance, results=results)
+    report(
+        BATCHES,
+        lambda batch: measure(batch, depth, rounds, round_ms, device, seed),
+        lambda results: [draw_table(results, depth, step_ms)],
+        out=out,
+        step_ms=step_ms,
+        device=device,
+        seed=seed,
+        depth=depth,
+        rounds=rounds,
+    )
 
 
 def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, seed: int) -> dict:
@@ -103,7 +103,17 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
         "copy": lambda: probs.clone(),
     }
     elapsed_us = time_in_turn(parts, rounds, round_ms, device)
-    return {"batch": batch, **summarise_all(elapsed_us)}
+    steps_us = [sum(parts) for parts in zip(*(elapsed_us[part] for part in ("choose", "learn", "curves")), strict=True)]
+    return {"batch": batch, **summarise_all(elapsed_us), "step_us": summarise(steps_us)}
+
+
+def draw_table(results: list[dict], depth: int, step_ms: float) -> Table:
+    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "step", f"of {step_ms:g} ms"]
+    table = make_table(*columns, title=f"D = {depth}; microseconds, {SPREAD}")
+    for result in results:
+        cells = [draw_ratio(result[f"{part}_us"]) for part in [*PARTS, "step"]]
+        table.add_row(str(result["batch"]), *cells, f"{result['step_share']:.2%}")
+    return table
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from tetris_sglang.tools.bench.results import collect_provenance
@@ -29,17 +30,16 @@ RESULTS = ROOT / "benchmarks/results/kernels"
 Part = Callable[[], object]
 
 
-def _check_step_ms(step_ms: float | None) -> float | None:
-    if step_ms is not None and not step_ms > 0:
+def _check_step_ms(step_ms: float) -> float:
+    if not step_ms > 0:
         raise typer.BadParameter(f"must be above 0, got {step_ms}")
     return step_ms
 
 
 Out = Annotated[Path, typer.Option(help="where to write the JSON")]
-StepMs = Annotated[
-    float | None,
-    typer.Option(help="time of a step, to print this part's share of it", callback=_check_step_ms),
-]
+StepMs = Annotated[float, typer.Option(help="time of a step, of which this part is a share", callback=_check_step_ms)]
+STEP_MS = 80.0
+"""Of one request, SmolLM2-135M-Instruct on two cores."""
 Rounds = Annotated[int, typer.Option(min=3, help="timing rounds per cell")]
 RoundMs = Annotated[float, typer.Option(help="least time that each part runs in a round")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
@@ -116,15 +116,32 @@ def draw_ratio(ratio: Mapping[str, float]) -> str:
     return f"{ratio['median']:.{digits}f} ±{half_spread:.{digits}f}"
 
 
-def share_of_step(time_us: Mapping[str, float], step_ms: float | None) -> float | None:
-    return None if step_ms is None else time_us["median"] / (1000 * step_ms)
-
-
-def title_of_shares(step_ms: float) -> str:
-    return f"share of a step of {step_ms:g} ms; holds in the rows near the batch that it was measured at"
-
-
 # -- files --------------------------------------------------------------------------------------------------------
+
+
+def report(
+    cases: Sequence,
+    measure: Callable[[Any], dict],
+    draw: Callable[[list[dict]], Sequence[Table]],
+    *,
+    out: Path,
+    step_ms: float,
+    device: str,
+    **settings: object,
+) -> None:
+    """Measure every case, print the tables and write the JSON.
+
+    Args:
+        measure: gives figures, among them `step_us`: what the part takes of a step. draw: makes tables of all of them, each
+            with its `step_share`. settings: for the provenance.
+    """
+    console = open_console()
+    results = [measure(case) for case in track(cases, description=out.stem, console=console)]
+    for result in results:
+        result["step_share"] = result["step_us"]["median"] / (1000 * step_ms)
+    for table in draw(results):
+        console.print(table)
+    write_results(out, console, provenance=describe_run(device, **settings), step_ms=step_ms, results=results)
 
 
 def describe_run(device: str = "cpu", **more: object) -> dict[str, object]:

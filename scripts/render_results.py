@@ -66,6 +66,15 @@ TRAINED = {
 }
 """What scripts/train_drafts.sh makes."""
 LEAST = 0.98
+SMALL_STEPS: dict[str, tuple[str, dict[str, int]]] = {
+    "planning": ("depth and capacity are chosen, and learnt from the last step", {}),
+    "matches": ("texts are written down and searched, matches scored", {}),
+    "calibration": ("probabilities are calibrated, and learnt from what was accepted", {}),
+    "selection": ("Algorithm 1 over six drafts of each", {"max_draft": 6}),
+    "noise": ("a row of each is drawn from 49,152 tokens, sampled requests alone", {"vocab": 49_152}),
+}
+"""benchmarks/bench_NAME.py -> what it times, and which of its results are meant."""
+SMALL_STEP_SIZES = (1, 16, 64)
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -379,6 +388,22 @@ def find_throughputs(comparison: Comparison, arm: str, temperature: float, loads
     return [f"{found[load].throughput.median:.2f}" if load in found else "" for load in loads]
 
 
+def small_steps() -> str:
+    """What a step takes of each part that benchmarks/bench_PART.py timed."""
+    rows = []
+    for name, (what, of_real_model) in SMALL_STEPS.items():
+        if (found := read_data(f"kernels/{name}.json")) is None:
+            continue
+        costs = {
+            result.get("batch", result.get("rows")): result["step_us"]["median"]
+            for result in found["results"]
+            if of_real_model.items() <= result.items()
+        }
+        rows.append([what, *(f"{costs[size]:.0f}" for size in SMALL_STEP_SIZES)])
+    header = ["microseconds of one thread", *(f"{size} request{'s' * (size > 1)}" for size in SMALL_STEP_SIZES)]
+    return table(header, rows) if rows else NOT_MEASURED
+
+
 def families() -> str:
     """What scripts/verify_models.py found."""
     if (report := read_data("models/families.json")) is None:
@@ -468,6 +493,8 @@ def render_folder(folder: str) -> str:
     if table_of_all != NOT_MEASURED:
         what = "Output tokens per second over no speculation"
         parts += [f"{what}:\n" if folder == "drafts" else f"{what} (in brackets SGLang's own):\n", table_of_all]
+    if folder == "kernels":
+        parts.append(small_steps())
     for picture in sorted((RESULTS / folder).glob("*.png")):
         if not picture.with_suffix(".json").exists():  # it is of several
             parts.append(f"![{picture.stem}]({picture.name})\n")

@@ -14,7 +14,6 @@ SMALL = {
     "calibration": {"BATCHES": [4]},
     "matches": {"BATCHES": [4]},
     "planning": {"BATCHES": [4]},
-    "recording": {"BATCHES": [4]},
     "noise": {"ROWS": [4], "VOCABULARIES": [50]},
 }
 

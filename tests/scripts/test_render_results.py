@@ -127,6 +127,18 @@ def test_each_feature_stands_beside_the_default(pages, tmp_path, monkeypatch):
     assert pages.acceptance_speed().splitlines()[2:] == ["| 0.7 | 1 | block | chains | 0.90 | 0.25 | 1.50 |"]
 
 
+def test_the_small_steps_stand_side_by_side(pages, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    (tmp_path / "kernels").mkdir()
+    results = [
+        {"rows": rows, "vocab": vocab, "step_us": {"median": rows + vocab}} for rows in (1, 16, 64) for vocab in (5, 49_152)
+    ]
+    (tmp_path / "kernels" / "noise.json").write_text(json.dumps({"results": results}))
+    assert pages.small_steps().splitlines()[2:] == [
+        "| a row of each is drawn from 49,152 tokens, sampled requests alone | 49153 | 49168 | 49216 |"
+    ]
+
+
 def test_what_was_not_measured_is_said(pages, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     for name, block in pages.BLOCKS.items():
