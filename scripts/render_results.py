@@ -66,14 +66,15 @@ TRAINED = {
 }
 """What scripts/train_drafts.sh makes."""
 LEAST = 0.98
-SMALL_STEPS: dict[str, tuple[str, dict[str, int]]] = {
-    "planning": ("depth and capacity are chosen, and learnt from the last step", {}),
-    "matches": ("texts are written down and searched, matches scored", {}),
-    "calibration": ("probabilities are calibrated, and learnt from what was accepted", {}),
-    "selection": ("Algorithm 1 over six drafts of each", {"max_draft": 6}),
-    "noise": ("a row of each is drawn from 49,152 tokens, sampled requests alone", {"vocab": 49_152}),
-}
-"""benchmarks/bench_NAME.py -> what it times, and which of its results are meant."""
+SMALL_STEPS: Sequence[tuple[str, str, str, dict[str, int]]] = (
+    ("planning", "step", "depth and capacity are chosen, and learnt from the last step", {}),
+    ("matches", "step", "texts are written down and searched, matches scored", {}),
+    ("calibration", "step", "probabilities are calibrated, and learnt from what was accepted", {}),
+    ("selection", "step", "Algorithm 1 over six drafts of each", {"max_draft": 6}),
+    ("noise", "step", "a row of each is drawn from 49,152 tokens, sampled requests alone", {"vocab": 49_152}),
+    ("noise", "multinomial", "the same by `torch.multinomial`", {"vocab": 49_152}),
+)
+"""benchmarks/bench_NAME.py, its figure, what that is, and which of its results are meant."""
 SMALL_STEP_SIZES = (1, 16, 64)
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -391,11 +392,11 @@ def find_throughputs(comparison: Comparison, arm: str, temperature: float, loads
 def small_steps() -> str:
     """What a step takes of each part that benchmarks/bench_PART.py timed."""
     rows = []
-    for name, (what, of_real_model) in SMALL_STEPS.items():
+    for name, figure, what, of_real_model in SMALL_STEPS:
         if (found := read_data(f"kernels/{name}.json")) is None:
             continue
         costs = {
-            result.get("batch", result.get("rows")): result["step_us"]["median"]
+            result.get("batch", result.get("rows")): result[f"{figure}_us"]["median"]
             for result in found["results"]
             if of_real_model.items() <= result.items()
         }

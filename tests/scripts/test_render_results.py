@@ -131,11 +131,14 @@ def test_the_small_steps_stand_side_by_side(pages, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     (tmp_path / "kernels").mkdir()
     results = [
-        {"rows": rows, "vocab": vocab, "step_us": {"median": rows + vocab}} for rows in (1, 16, 64) for vocab in (5, 49_152)
+        {"rows": rows, "vocab": vocab, "step_us": {"median": rows + vocab}, "multinomial_us": {"median": rows}}
+        for rows in (1, 16, 64)
+        for vocab in (5, 49_152)
     ]
     (tmp_path / "kernels" / "noise.json").write_text(json.dumps({"results": results}))
     assert pages.small_steps().splitlines()[2:] == [
-        "| a row of each is drawn from 49,152 tokens, sampled requests alone | 49153 | 49168 | 49216 |"
+        "| a row of each is drawn from 49,152 tokens, sampled requests alone | 49153 | 49168 | 49216 |",
+        "| the same by `torch.multinomial` | 1 | 16 | 64 |",
     ]
 
 
