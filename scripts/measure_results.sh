@@ -24,7 +24,7 @@ measure() { # NAME, then options of `tetris-sglang bench`
 # Trees of 8 nodes, 5 deep, of 4 branches are what SGLang chooses where nothing is given.
 measure real-text/best-k --arms none,sglang --drafts eagle3,ngram --k 1,2,3,8 --topk 1,4 --num-steps 5 --concurrency 4
 
-# Its best k at 1, 4 and 16 requests: K.
+# Of SGLang's own and of the fixed TETRIS in what follows; best-k says which is best.
 K=1
 
 compare() { # NAME, draft, prompts, temperatures
