@@ -12,18 +12,15 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 from timing import (
     RESULTS,
-    SPREAD,
     STEP_MS,
     Device,
     Out,
     RoundMs,
     Rounds,
     StepMs,
-    draw_ratio,
-    make_table,
+    draw_parts,
     report,
     summarise,
     summarise_all,
@@ -51,7 +48,7 @@ def main(
     report(
         BATCHES,
         lambda batch: measure(batch, depth, rounds, round_ms, device, seed),
-        lambda results: [draw_table(results, depth, step_ms)],
+        lambda results: [draw_parts(results, PARTS, step_ms, f"D = {depth}", ratios={"step / select": "step_over_select"})],
         out=out,
         step_ms=step_ms,
         device=device,
@@ -97,15 +94,6 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
         "step_over_select": summarise_ratio(steps_us, elapsed_us["select"]),
         "step_over_copy": summarise_ratio(steps_us, elapsed_us["copy"]),
     }
-
-
-def draw_table(results: list[dict], depth: int, step_ms: float) -> Table:
-    columns = ["batch", *(name.replace("_", " ") for name in PARTS), "step", "step / select", f"of {step_ms:g} ms"]
-    table = make_table(*columns, title=f"D = {depth}; microseconds, {SPREAD}")
-    for result in results:
-        cells = [draw_ratio(result[f"{name}_us"]) for name in [*PARTS, "step"]]
-        table.add_row(str(result["batch"]), *cells, draw_ratio(result["step_over_select"]), f"{result['step_share']:.2%}")
-    return table
 
 
 if __name__ == "__main__":

@@ -11,18 +11,15 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 from timing import (
     RESULTS,
-    SPREAD,
     STEP_MS,
     Device,
     Out,
     RoundMs,
     Rounds,
     StepMs,
-    draw_ratio,
-    make_table,
+    draw_parts,
     report,
     summarise,
     summarise_all,
@@ -52,7 +49,7 @@ def main(
     report(
         BATCHES,
         lambda batch: measure(batch, depth, context, rounds, round_ms, device, seed),
-        lambda results: [draw_table(results, depth, context, step_ms)],
+        lambda results: [draw_parts(results, PARTS, step_ms, f"D = {depth}, {context} tokens")],
         out=out,
         step_ms=step_ms,
         device=device,
@@ -98,15 +95,6 @@ def measure(batch: int, depth: int, context: int, rounds: int, round_ms: float, 
         for write, lookup, drafts_with, drafts, learn in zip(*(elapsed_us[part] for part in PARTS), strict=True)
     ]
     return {"batch": batch, **summarise_all(elapsed_us), "step_us": summarise(steps_us)}
-
-
-def draw_table(results: list[dict], depth: int, context: int, step_ms: float) -> Table:
-    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "step", f"of {step_ms:g} ms"]
-    table = make_table(*columns, title=f"D = {depth}, {context} tokens; microseconds, {SPREAD}")
-    for result in results:
-        cells = [draw_ratio(result[f"{part}_us"]) for part in [*PARTS, "step"]]
-        table.add_row(str(result["batch"]), *cells, f"{result['step_share']:.2%}")
-    return table
 
 
 if __name__ == "__main__":

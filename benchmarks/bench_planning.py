@@ -10,18 +10,15 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.table import Table
 from timing import (
     RESULTS,
-    SPREAD,
     STEP_MS,
     Device,
     Out,
     RoundMs,
     Rounds,
     StepMs,
-    draw_ratio,
-    make_table,
+    draw_parts,
     report,
     summarise,
     summarise_all,
@@ -63,7 +60,7 @@ def main(
     report(
         BATCHES,
         lambda batch: measure(batch, depth, rounds, round_ms, device, seed),
-        lambda results: [draw_table(results, depth, step_ms)],
+        lambda results: [draw_parts(results, PARTS, step_ms, f"D = {depth}")],
         out=out,
         step_ms=step_ms,
         device=device,
@@ -105,15 +102,6 @@ def measure(batch: int, depth: int, rounds: int, round_ms: float, device: str, s
     elapsed_us = time_in_turn(parts, rounds, round_ms, device)
     steps_us = [sum(parts) for parts in zip(*(elapsed_us[part] for part in ("choose", "learn", "curves")), strict=True)]
     return {"batch": batch, **summarise_all(elapsed_us), "step_us": summarise(steps_us)}
-
-
-def draw_table(results: list[dict], depth: int, step_ms: float) -> Table:
-    columns = ["batch", *(part.replace("_", " ") for part in PARTS), "step", f"of {step_ms:g} ms"]
-    table = make_table(*columns, title=f"D = {depth}; microseconds, {SPREAD}")
-    for result in results:
-        cells = [draw_ratio(result[f"{part}_us"]) for part in [*PARTS, "step"]]
-        table.add_row(str(result["batch"]), *cells, f"{result['step_share']:.2%}")
-    return table
 
 
 if __name__ == "__main__":

@@ -116,6 +116,23 @@ def draw_ratio(ratio: Mapping[str, float]) -> str:
     return f"{ratio['median']:.{digits}f} ±{half_spread:.{digits}f}"
 
 
+def draw_parts(
+    results: Sequence[dict], parts: Sequence[str], step_ms: float, title: str, *, ratios: Mapping[str, str] | None = None
+) -> Table:
+    """A row per batch: what each part and the step take, and the step's share.
+
+    Args:
+        ratios: column -> which of the figures, between the two.
+    """
+    ratios = ratios or {}
+    columns = ["batch", *(part.replace("_", " ") for part in parts), "step", *ratios, f"of {step_ms:g} ms"]
+    table = make_table(*columns, title=f"{title}; microseconds, {SPREAD}")
+    for result in results:
+        cells = [draw_ratio(result[figure]) for figure in [*(f"{part}_us" for part in [*parts, "step"]), *ratios.values()]]
+        table.add_row(str(result["batch"]), *cells, f"{result['step_share']:.2%}")
+    return table
+
+
 # -- files --------------------------------------------------------------------------------------------------------
 
 

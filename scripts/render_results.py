@@ -401,7 +401,7 @@ def small_steps() -> str:
             if of_real_model.items() <= result.items()
         }
         rows.append([what, *(f"{costs[size]:.0f}" for size in SMALL_STEP_SIZES)])
-    header = ["microseconds of one thread", *(f"{size} request{'s' * (size > 1)}" for size in SMALL_STEP_SIZES)]
+    header = ["what", *(f"{size} request{'s' * (size > 1)}" for size in SMALL_STEP_SIZES)]
     return table(header, rows) if rows else NOT_MEASURED
 
 
@@ -489,13 +489,15 @@ def render_folder(folder: str) -> str:
         f"# {QUESTIONS[folder]}\n",
         "Made by `scripts/render_results.py`. [All questions](../README.md).\n",
     ]
-    # Of trained drafts several have one kind.
-    table_of_all = trained_speed() if folder == "drafts" else overview(folder)()
-    if table_of_all != NOT_MEASURED:
-        what = "Output tokens per second over no speculation"
-        parts += [f"{what}:\n" if folder == "drafts" else f"{what} (in brackets SGLang's own):\n", table_of_all]
-    if folder == "kernels":
-        parts.append(small_steps())
+    gain = "Output tokens per second over no speculation"
+    tables = {
+        # Of trained drafts several have one kind.
+        "drafts": (gain, trained_speed),
+        "kernels": ("Microseconds of one thread in a step", small_steps),
+    }
+    what, draw = tables.get(folder, (f"{gain} (in brackets SGLang's own)", overview(folder)))
+    if (text := draw()) != NOT_MEASURED:
+        parts += [f"{what}:\n", text]
     for picture in sorted((RESULTS / folder).glob("*.png")):
         if not picture.with_suffix(".json").exists():  # it is of several
             parts.append(f"![{picture.stem}]({picture.name})\n")

@@ -130,11 +130,9 @@ def time_passes(target_worker, draft, *, num_draft_tokens: int, max_rows: int, r
     rows_of_context = min(16, max_rows)
     passes["context", rows_of_context] = target_pass(rows_of_context, long_context)
 
-    started_at = time.perf_counter()
     best = _time_in_turns(passes, runner.device, ranks)
     # Of the last pass, which no request will be in: the first prefill would take it for the batch's before it.
     runner.shared_read_done_event = None
-    logger.info("TETRIS: timed passes in %.1f s", time.perf_counter() - started_at)
 
     def times(kind: str) -> dict[int, float]:
         return {size: seconds for (name, size), seconds in best.items() if name == kind}
@@ -173,6 +171,7 @@ def _time_in_turns(
                 if key not in best:
                     run()
                 best[key] = min(best.get(key, math.inf), _time(run, device))
+    logger.info("TETRIS: timed passes in %.1f s", time.perf_counter() - started_at)
     return best
 
 
