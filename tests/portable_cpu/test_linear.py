@@ -26,6 +26,11 @@ def refuse(*_):
     raise AssertionError("the packed path was expected")
 
 
+@pytest.fixture(autouse=True)
+def _on_any_cpu(monkeypatch):
+    monkeypatch.setattr(linear, "_ROWS_OF_TORCH", 0)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 17, 32, 33, 130])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_packed_product(rows, has_bias):
@@ -50,6 +55,23 @@ def test_left_to_torch(out, width, rows, dtype):
     layer.weight = layer.weight.to(dtype)
     linear.apply(plain, None, layer, torch.randn(rows, width, dtype=dtype))
     assert not hasattr(layer, "_tetris_packed")
+
+
+@pytest.mark.parametrize("vendor, rows_of_torch", [("GenuineIntel", 3), ("AuthenticAMD", 0)])
+def test_few_rows_are_left_to_torch_on_intel(monkeypatch, tmp_path, vendor, rows_of_torch):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    monkeypatch.setattr(linear, "_ROWS_OF_TORCH", linear._count_rows_of_torch(cpuinfo))
+    layer = make_layer(1024, 512)
+    was_left = []
+    for rows in range(1, 6):
+        was_left.clear()
+        linear.apply(lambda *args: was_left.append(True), None, layer, torch.randn(rows, 512))
+        assert bool(was_left) == (rows <= rows_of_torch)
+
+
+def test_no_cpuinfo_no_row_is_left_to_torch(tmp_path):
+    assert linear._count_rows_of_torch(tmp_path / "cpuinfo") == 0
 
 
 def test_the_vocabulary_s_weight_is_packed_too():
