@@ -196,6 +196,29 @@ def test_a_new_server_is_fast_whatever_its_first_texts_are():
     assert np.sort(speeds)[2] > plain
 
 
+def test_bad_luck_does_not_shut_out_what_should_pay():
+    """One request; where the whole allowance was lost, it is back within 30 steps, not 80."""
+    server, policy = Server(0.5, has_luck=True), make_auto()
+    server.run(policy, [1] * 100)
+    policy._allowance = -0.5
+    _, plans = server.run(policy, [1] * 30)
+    assert plans[0].depth == 0 and policy.expected_gain > 1.1
+    assert any(plan.depth for plan in plans)
+
+
+def test_first_steps_without_luck_are_not_taken_for_the_draft():
+    """Four of one request that drafted nothing likely, with a guess of 0.45 beside them: deep ones count for more."""
+    shares = capacity_shares(NUM_STEPS)
+    curves = AcceptCurves(NUM_STEPS, shares)
+    for _ in range(4):
+        curves.observe(np.zeros((NUM_STEPS + 1, len(shares))), 1, 1)
+    first, deepest = curves.accepted(np.array([1, NUM_STEPS]), np.array([1.0, 6.0]))
+    assert first == pytest.approx(0.45 * 8 / 12)
+    guessed = sum(0.45**depth for depth in range(1, NUM_STEPS + 1))
+    # What was guessed of the deepest counts as 8 / 6 steps alone, but no level has fewer than the one above.
+    assert first <= deepest < 0.5 * guessed
+
+
 def test_a_new_server_takes_no_lessons_from_a_draft_that_shows_its_uselessness():
     """Its first 200 tokens for one request, with a draft whose passes cost a tenth of the target's."""
     speeds = [Server(0.05, has_luck=True, seed=seed).run(make_auto(), [1] * 200)[0] for seed in range(20)]
@@ -272,7 +295,7 @@ def test_a_plain_step_whose_graph_has_more_rows_costs_nothing():
     for _ in range(400):
         policy.begin_step(shape)
         policy.observe_time(shape, 0.03)
-    assert policy._allowance == pytest.approx(0.5 + 400 * (0.0025 + 0.004 / 9)) and policy._lessons == 3
+    assert policy._allowance == pytest.approx(0.5 + 400 * (0.0025 + 0.0035 / 9)) and policy._lessons == 2
     # A speculative one in the same graph costs its draft alone.
     in_graph = policy._price(StepShape(9, 1, 16))
     assert in_graph == pytest.approx(policy._price(StepShape(16, 1, 16)), rel=0.3) and 0 < in_graph < 0.2

@@ -50,16 +50,17 @@ def measure_curves(survival: Tensor, depths: Tensor, max_depth: int, shares: Ten
 class AcceptCurves:
     """Moving averages of `measure_curves` on the host.
 
-    Until something was measured, every draft token is taken to be accepted with probability 0.45.
+    Until something was measured, every draft token is taken to be accepted with probability 0.45, which counts as much as
+    `_GUESSED_REQUESTS` that were measured.
 
     Args:
         max_depth: of the drafts. shares: as `capacity_shares`.
     """
 
-    _FIRST_GUESS = 0.45
-    _MEMORY_REQUESTS, _MEMORY_STEPS = 16.0, 3.0
-    """Requests' steps, and steps besides, after which a measurement has lost most of its weight. Few: requests differ, and so
-    do the stretches of one."""
+    _FIRST_GUESS, _GUESSED_REQUESTS = 0.45, 8.0
+    """What few first steps show is mostly luck: without a guess beside it a new server gives up a draft that pays."""
+    _MEMORY_REQUESTS, _MEMORY_STEPS = 48.0, 6.0
+    """Requests' steps, and steps besides, after which a measurement has lost most of its weight."""
     _MEMORY_TOKENS = 256.0
     """Expected tokens after which what was accepted has lost half of its weight."""
     _TRUST_TOKENS = 4.0
@@ -67,7 +68,9 @@ class AcceptCurves:
 
     def __init__(self, max_depth: int, shares: list[float]) -> None:
         self._max_depth, self.shares = max_depth, np.array(shares)
-        self._num_seen = 0.0
+        # The deeper, the wilder the guess.
+        self._num_seen = self._GUESSED_REQUESTS / np.maximum(np.arange(max_depth + 1), 1)
+        """By depth: deep drafts are seen less often."""
         self._expected = self._confirmed = 0.0
         guesses = np.concatenate(([0.0], np.cumsum(self._FIRST_GUESS ** np.arange(1, max_depth + 1))))
         self._curves = np.array(
@@ -88,12 +91,11 @@ class AcceptCurves:
             The drafts that should be accepted of them, for `confirm`.
         """
         depth = len(curves) - 1
-        # A plain average at first.
+        # A plain average at first, the guess counted in.
         memory = self._MEMORY_REQUESTS + self._MEMORY_STEPS * batch_size
-        self._num_seen = min(self._num_seen, memory) + batch_size
-        weight = batch_size / self._num_seen
+        seen = self._num_seen[: depth + 1] = np.minimum(self._num_seen[: depth + 1], memory) + batch_size
         old = self._curves[depth].copy()
-        self._curves[: depth + 1] += weight * (curves - self._curves[: depth + 1])
+        self._curves[: depth + 1] += (batch_size / seen)[:, None] * (curves - self._curves[: depth + 1])
         # What deeper drafts would add was not seen; what they rest on was.
         self._curves[depth + 1 :] += self._curves[depth] - old
         np.maximum.accumulate(self._curves[1:], axis=0, out=self._curves[1:])

@@ -28,7 +28,7 @@ _MIN_STEPS = 4
 _PLAIN_STEPS_TOGETHER = 4
 """Plain steps of one batch size that are planned, and learnt from, once: next to what decodes, planning them one by one would
 cost a hundredth."""
-_FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 1, 64
+_FIRST_LOOK_AFTER, _LAST_LOOK_AFTER = 4, 64
 """Speculative steps after which one does something else: each look doubles them. In turns it goes to the full depth and
 verifies twice as much, to see what lies there and what it takes, and is a plain one, whose time nothing else shows."""
 _CLEAR_GAIN = 1.5
@@ -36,21 +36,25 @@ _CLEAR_GAIN = 1.5
 _DRAW_EVERY = 8
 """Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
 those known to be slower do not."""
-_ALLOWED_SHARE, _ALLOWED_PER_REQUEST = 0.0025, 0.004
+_ALLOWED_SHARE, _ALLOWED_PER_REQUEST = 0.0025, 0.0035
 """Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful. Of few requests
 a step shows less, so it may cost more: the second is divided by their number."""
-_FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE, _MIN_ALLOWANCE = 0.5, 8.0, 1.0, -2.0
+_ALLOWED_OF_GAIN = 0.2
+"""And of what is expected above `_GAIN_TO_ENTER`, of plain steps: where speculation should pay, waiting costs that. What is
+expected in vain is soon expected no more."""
+_FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE, _MIN_ALLOWANCE = 0.5, 8.0, 3.0, -2.0
 """In plain steps: what a new server may lose beside that, what speculation can save up, what it leaves to plain decoding, and
 how far a slow step can take it."""
-_FIRST_LESSONS = 3.0
+_FIRST_LESSONS = 2.0
 """Plain steps, times their requests, that a new server may lose besides: so much has to be seen of a draft to judge it."""
 _WORTH_A_LESSON = 0.95
 """The expected gain below which it is judged already: bad luck and step times a little off do not look like that."""
 
 _PROBED_DEPTH = 1
 """Where plain decoding looks at the draft: the first tokens say whether it is of use, and deeper ones cost a pass each."""
-_MAX_CORRECTION = 4.0
-"""Plain steps that one measured time may differ by from what was charged for it."""
+_MAX_CORRECTION = 2.0
+"""Plain steps that one measured time may differ by from what was charged for it: one that was disturbed must not keep a draft
+from being tried for hundreds of steps."""
 
 
 class _Candidates(NamedTuple):
@@ -161,6 +165,8 @@ class AutoCapacity:
     def begin_step(self, shape: StepShape) -> None:
         """A step of this shape begins: what it should take longer than a plain one is charged; `observe_time` corrects it."""
         share = _ALLOWED_SHARE + _ALLOWED_PER_REQUEST / shape.batch_size
+        if not self._speculates:
+            share += _ALLOWED_OF_GAIN * max(0.0, self.expected_gain - _GAIN_TO_ENTER)
         self._allowance = min(self._allowance, _MAX_ALLOWANCE) + share
         self._charge(self._price(shape), shape.batch_size)
 

@@ -68,7 +68,7 @@ HOST_SHARE = 0.05
 beforehand, and again for what a step that drafts takes beside its passes, which counts with the window's."""
 _RELATED_OCTAVES = 2.0
 """Sizes so far apart hardly share a curve's errors."""
-_NOISE = 0.08
+_NOISE = 0.12
 """Standard deviation of one step's time, relative."""
 _DRIFT = 2e-4
 """Share of the prior's variance that returns with every step: how fast the machine may change."""
