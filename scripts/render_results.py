@@ -32,7 +32,10 @@ from tetris_sglang.tools.replay import GOAL, RULES
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("acceptance", "compatibility", "distill", "lessons", "results", "paper", "replay")),
+    *(
+        f"docs/{name}.md"
+        for name in ("acceptance", "capacity", "compatibility", "distill", "lessons", "results", "paper", "replay")
+    ),
 )
 QUESTIONS = {
     "real-text": "Is serving faster with TETRIS, on a real model and real prompts, with answers of unlike lengths?",
@@ -280,6 +283,23 @@ def replay_rules(capacity: float) -> Callable[[], str]:
     return render
 
 
+def automatic() -> str:
+    """What benchmarks/bench_auto.py found: gains over plain decoding."""
+    if (found := read_data("replay/auto.json")) is None:
+        return NOT_MEASURED
+    rows = [
+        [
+            row["draft"],
+            str(row["batch_size"]),
+            f"{row['gain']:.2f}",
+            f"{row['gain_least']:.2f}",
+            f"{max(1.0, row['best_fixed_gain']):.2f}",
+        ]
+        for row in found["rows"]
+    ]
+    return table(["draft", "requests", "automatic, mean", "worst server", "best fixed plan"], rows)
+
+
 def acceptance_rates() -> str:
     """What benchmarks/bench_acceptance_rules.py found, one position at a time."""
     if (found := read_data("acceptance/rates.json")) is None:
@@ -460,6 +480,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "replay": replay_shares(None),
     "replay-64": replay_shares(64),
     "replay-rules": replay_rules(2.0),
+    "automatic": automatic,
     "acceptance-rates": acceptance_rates,
     "acceptance-served": acceptance_served,
     "acceptance-speed": acceptance_speed,
