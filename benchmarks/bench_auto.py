@@ -78,11 +78,8 @@ class Case(NamedTuple):
 def read_requests(name: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Of each request of a trace: depths, survivals and acceptances [steps, num_nodes]."""
     trace = read_trace(TRACES / f"{name}.trace.gz")
-    return [
-        (trace.node_depths[rows], trace.survival[rows].astype(np.float32), trace.accepted[rows].astype(bool))
-        for number in np.unique(trace.requests)
-        if (rows := trace.requests == number).any()
-    ]
+    parts = trace.node_depths, trace.survival.astype(np.float32), trace.accepted.astype(bool)
+    return [tuple(part[trace.requests == number] for part in parts) for number in np.unique(trace.requests)]
 
 
 def walk(requests, batch_size: int, random: np.random.Generator) -> Iterator[list[np.ndarray]]:
@@ -97,9 +94,9 @@ def walk(requests, batch_size: int, random: np.random.Generator) -> Iterator[lis
                 slot[:] = [requests[random.integers(len(requests))], 0]
 
 
-def serve(case: Case, seed: int, plan: StepPlan | None) -> float:
-    """Tokens per second of one server; plan None: automatic."""
-    trace, is_useful = DRAFTS[case.draft]
+def serve(case: Case, requests, seed: int, plan: StepPlan | None) -> float:
+    """Tokens per second of one server, for `requests` of `read_requests`; plan None: automatic."""
+    _, is_useful = DRAFTS[case.draft]
     random, batch_size = np.random.default_rng([seed, 1]), case.batch_size
     shares = capacity_shares(2 * NUM_STEPS)
     sizes = {"max_rows": (2 * NUM_STEPS + 1) * batch_size, "max_batch_size": batch_size}
@@ -110,7 +107,7 @@ def serve(case: Case, seed: int, plan: StepPlan | None) -> float:
     auto = None if plan else AutoCapacity(StepTimeModel(TIMED, **sizes), AcceptCurves(NUM_STEPS, shares))
     context_tokens = float(MEAN_CONTEXT_TOKENS * batch_size)
     speed, tokens, total_s = 0.0, 0, 0.0
-    steps = walk(read_requests(trace), batch_size, np.random.default_rng([seed, 2]))
+    steps = walk(requests, batch_size, np.random.default_rng([seed, 2]))
     for _, (depths, survival, accepted) in zip(range(case.num_steps), steps, strict=False):
         chosen = plan or auto.choose(batch_size, LIMITS, context_tokens)
         shape = LIMITS.shape_of(chosen, batch_size, context_tokens)
@@ -137,14 +134,16 @@ def serve(case: Case, seed: int, plan: StepPlan | None) -> float:
 def measure(case: Case) -> dict:
     """Gains over plain decoding of each new server, and of the fixed plan that is best on average."""
     torch.set_num_threads(1)
-    seeds = range(case.num_servers)
-    plain = np.array([serve(case, seed, StepPlan(0, 0)) for seed in seeds])
+    requests = read_requests(DRAFTS[case.draft][0])
+
+    def serve_all(plan: StepPlan | None) -> np.ndarray:
+        return np.array([serve(case, requests, seed, plan) for seed in range(case.num_servers)])
+
+    plain = serve_all(StepPlan(0, 0))
     plans = {share: StepPlan(share[0], max(1, round(share[1] * case.batch_size))) for share in FIXED}
-    fixed = {
-        share: float(np.mean(np.array([serve(case, seed, plan) for seed in seeds]) / plain)) for share, plan in plans.items()
-    }
+    fixed = {share: float(np.mean(serve_all(plan) / plain)) for share, plan in plans.items()}
     best = max(fixed, key=fixed.get)
-    auto = np.array([serve(case, seed, None) for seed in seeds]) / plain
+    auto = serve_all(None) / plain
     return case._asdict() | {
         "best_fixed": best,
         "best_fixed_gain": fixed[best],

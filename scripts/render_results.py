@@ -515,6 +515,7 @@ def render_folder(folder: str) -> str:
         # Of trained drafts several have one kind.
         "drafts": (gain, trained_speed),
         "kernels": ("Microseconds of one thread in a step", small_steps),
+        "replay": ("Automatic capacity on new servers: tokens per second over plain decoding", automatic),
     }
     what, draw = tables.get(folder, (f"{gain} (in brackets SGLang's own)", overview(folder)))
     if (text := draw()) != NOT_MEASURED:

@@ -28,15 +28,17 @@ def test_plain_decoding_emits_a_token_per_request_and_step(monkeypatch):
     monkeypatch.setattr(bench, "CURVE_DEVIATION", 0.0)
     model = StepTimeModel(bench.TIMED, max_rows=26, max_batch_size=2)
     expected = 2 / model.predict_step(StepShape(2, 0, 2, 2.0 * bench.MEAN_CONTEXT_TOKENS))
-    assert bench.serve(make_case(), 0, StepPlan(0, 0)) == pytest.approx(expected)
+    requests = bench.read_requests("eagle3_comb")
+    assert bench.serve(make_case(), requests, 0, StepPlan(0, 0)) == pytest.approx(expected)
 
 
 def test_every_arm_meets_the_same_steps():
     """With all nodes verified, what is accepted is what the trace has."""
-    walked = bench.walk(bench.read_requests("eagle3_comb"), 2, np.random.default_rng([0, 2]))
+    requests = bench.read_requests("eagle3_comb")
+    walked = bench.walk(requests, 2, np.random.default_rng([0, 2]))
     accepted = sum(int(next(walked)[2].sum()) for _ in range(40))
     whole = StepPlan(bench.NUM_STEPS, 2 * bench.LIMITS.count_nodes(bench.NUM_STEPS))
-    speeds = [bench.serve(make_case(draft), 0, whole) for draft in ("eagle3, temperature 0", "useless")]
+    speeds = [bench.serve(make_case(draft), requests, 0, whole) for draft in ("eagle3, temperature 0", "useless")]
     assert speeds[0] / speeds[1] == pytest.approx((80 + accepted) / 80)
 
 
