@@ -23,6 +23,8 @@ from host_cuda.streams import Access, Snapshot, Streams
 if shutil.which("g++") is None:
     pytest.skip("needs g++ to build the libraries", allow_module_level=True)
 
+# A child that stands still says where.
+WATCH = "import faulthandler\nfaulthandler.dump_traceback_later(240, exit=True)\n"
 CORE = """
 import torch
 from host_cuda import recorder, triton_kernels
@@ -51,9 +53,9 @@ def run(tmp_path_factory):
     variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], str(REPOSITORY), str(SCRIPTS)])
 
     def run(code: str, prelude: str = CORE) -> str:
-        command = [sys.executable, "-W", "ignore", "-c", prelude + textwrap.dedent(code)]
+        command = [sys.executable, "-W", "ignore", "-c", WATCH + prelude + textwrap.dedent(code)]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, done.stderr[-20_000:]
         return done.stdout
 
     return run
