@@ -1,4 +1,5 @@
-"""Shared real servers. Each costs tens of seconds to start, so a whole session uses a few of them."""
+"""Shared real servers. Each costs tens of seconds to start, so all tests here use a few of them; other folders' tests, which
+follow in the same process, need the memory."""
 
 from __future__ import annotations
 
@@ -137,7 +138,7 @@ SWITCHING = ("perfect_switching", "eagle3", "mtp", "parallel", "parallel_dflash"
 """Those with plugins.SWITCHING_PLANS."""
 PARALLEL = ("parallel", "parallel_comb", "parallel_dflash")
 """Those with plugins.UNLIKE_RANKS."""
-# Kept for the session, because other tests than those of one fixture use them.
+# Kept to the end, because other tests than those of one fixture use them.
 SHARED = ("plain", "overlap", "auto")
 ROOMY = ("overlap", "synchronous", "comb")
 """Those without `CRAMPED`: the `perfect` ones stand for them."""
@@ -154,7 +155,7 @@ MIN_SUCCESS = {
 
 
 class Servers:
-    """Starts the servers asked for, at most two at a time, and keeps them for the session."""
+    """Starts the servers asked for, at most two at a time, and keeps them."""
 
     def __init__(self, log_folder: Path) -> None:
         self._log_folder = log_folder
@@ -234,7 +235,7 @@ class Servers:
             process.stop()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def fork_server(tmp_path_factory) -> Iterator[None]:
     """What `FORKED` servers are forks of. Two processes run tests, with servers each: threads would wait for each other."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -250,7 +251,7 @@ def fork_server(tmp_path_factory) -> Iterator[None]:
         FORK_SERVER.unlink(missing_ok=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def servers(tmp_path_factory):
     folder = Path(os.environ.get("TETRIS_TEST_LOGS") or tmp_path_factory.mktemp("servers"))
     servers = Servers(folder)
@@ -260,13 +261,13 @@ def servers(tmp_path_factory):
         servers.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plain(servers) -> Client:
     server = servers.get("plain")[0]
     return Reference(server.url, server.log_path)
 
 
-@pytest.fixture(scope="session", params=TETRIS_SERVERS)
+@pytest.fixture(scope="package", params=TETRIS_SERVERS)
 def tetris(servers, request):
     """The ordinary TETRIS server, with and without overlap scheduling, and one for every kind of draft."""
     yield servers.get(request.param)[0]
@@ -281,12 +282,12 @@ def featured(tetris, request) -> Client:
     return tetris
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def overlap(servers) -> Client:
     return servers.get("overlap")[0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def auto(servers) -> Client:
     return servers.get("auto")[0]
 

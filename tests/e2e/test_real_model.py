@@ -16,8 +16,9 @@ NEW_TOKENS = 32
 
 
 def serve(arguments: list[str], log_path: Path, prompts: list[str]) -> list[Completion]:
-    """What a server answers that runs for these prompts alone: two of this model beside the tests' others fill 24 GB."""
-    server = ServerProcess(arguments, log_path, entry_point=FORKED, start_timeout_s=600)
+    """What a server answers that runs for these prompts alone, with a pool no larger than they need: two of this model
+    beside the tests' others fill 24 GB."""
+    server = ServerProcess([*arguments, "--max-total-tokens", "4096"], log_path, entry_point=FORKED, start_timeout_s=600)
     try:
         server.start()
         return generate(server.url, prompts, concurrency=4, max_new_tokens=NEW_TOKENS, ignore_eos=False)[0]
