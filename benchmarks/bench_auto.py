@@ -12,8 +12,6 @@ steps. No model runs: thousands of servers in minutes, where a comparison of rea
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Iterator
 from multiprocessing import Pool
 from pathlib import Path
@@ -169,9 +167,8 @@ def main(
     ]
     with Pool(jobs) as pool:
         rows = list(track(pool.imap(measure, cases), total=len(cases), description="serving", console=Console()))
-    command = shlex.join(["python", "benchmarks/bench_auto.py", *sys.argv[1:]])
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"provenance": collect_provenance() | {"command": command}, "rows": rows}, indent=1) + "\n")
+    out.write_text(json.dumps({"provenance": collect_provenance(), "rows": rows}, indent=1) + "\n")
     for row in rows:
         print(f"{row['draft']}, {row['batch_size']}: {row['gain']:.3f}, best fixed {row['best_fixed_gain']:.3f}")
     print(f"written: {out}")

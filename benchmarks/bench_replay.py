@@ -9,8 +9,6 @@ scripts/render_results.py makes the tables. No model runs. `tetris-sglang replay
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -44,8 +42,7 @@ def main(
     for path, size in track(jobs, description="replaying", console=Console()):
         trace, name = read_trace(path), name_trace(path)
         by_size[size].append(study(trace, name, capacities, batch_size=size, **options))
-    command = shlex.join(["python", "benchmarks/bench_replay.py", *sys.argv[1:]])
-    provenance = collect_provenance() | {"command": command, "repeats": repeats, "seed": seed}
+    provenance = collect_provenance() | {"repeats": repeats, "seed": seed}
     results = [{"batch_size": size} | result.as_json() for size, studies in by_size.items() for result in studies]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")

@@ -7,7 +7,6 @@ CPU time it used: other load on the machine does not count.
 
 import json
 import math
-import shlex
 import statistics
 import sys
 import time
@@ -164,8 +163,7 @@ def report(
 def describe_run(device: str = "cpu", **more: object) -> dict[str, object]:
     """Where figures come from; `more`: settings."""
     clock = "CPU time of one thread" if device == "cpu" else "wall clock"
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    return collect_provenance() | {"command": command, "clock": clock} | more
+    return collect_provenance() | {"clock": clock} | more
 
 
 def write_results(out: Path, console: Console, **content: object) -> None:

@@ -15,8 +15,8 @@ measure() { # NAME, then options of `tetris-sglang bench`
     if [ -e "$out" ]; then resume=(--resume); fi
     echo "== $name"
     # The pool holds what 32 requests need: four servers at once fit into 20 GB. Short turns: a machine's speed changes within
-    # seconds.
-    .venv/bin/python -m tetris_sglang bench --out "$out" --turn-seconds 3 --output-len 64 --waves 2 --prompts 6 --repeats 3 \
+    # seconds. Longer than one: by that a server knows a step in which it stood still.
+    .venv/bin/python -m tetris_sglang bench --out "$out" --turn-seconds 1.25 --output-len 64 --waves 2 --prompts 6 --repeats 3 \
         --server-flags="--max-total-tokens 16384" "${resume[@]}" "$@"
 }
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -52,8 +51,7 @@ def main(
         for rule, shape in CASES
         if float(temperature) > 0 or rule == "coupled"
     ]
-    command = shlex.join(["python", "scripts/measure_rules.py", *sys.argv[1:]])
-    provenance = collect_provenance() | {"command": command, "prompts": len(texts), "seed": seed}
+    provenance = collect_provenance() | {"prompts": len(texts), "seed": seed}
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for temperature, capacity, rule, shape in track(jobs, description="serving", console=Console()):

@@ -28,7 +28,7 @@ def test_figures_are_positive_and_ordered_and_say_where_they_come_from(name, mon
     bench = importlib.import_module(f"bench_{name}")
     for constant, value in SMALL[name].items():
         monkeypatch.setattr(bench, constant, value)
-    monkeypatch.setattr(sys, "argv", [f"/anywhere/bench_{name}.py", "--seed", "3"])
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / f"bench_{name}.py"), "--seed", "3"])
     out = tmp_path / "new" / "figures.json"
     bench.main(out=out, step_ms=80.0, rounds=3, round_ms=0.02, seed=3)
     written = json.loads(out.read_text())

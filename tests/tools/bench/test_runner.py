@@ -425,6 +425,8 @@ def test_provenance_names_processor_versions_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/tetris-sglang", "bench", "--k", "1,2"])
     provenance = results.collect_provenance()
     assert provenance["command"] == "tetris-sglang bench --k 1,2"
+    monkeypatch.setattr(sys, "argv", [str(REPOSITORY / "benchmarks" / "bench_replay.py"), "--seed", "1"])
+    assert results.describe_command() == "python benchmarks/bench_replay.py --seed 1"
     assert provenance["sglang"] == "0.5.23"
     assert str(REPOSITORY) not in json.dumps(provenance)
     assert results.describe_commit(tmp_path) == "no clone"

@@ -120,9 +120,17 @@ def collect_provenance() -> dict[str, Any]:
         "sglang": importlib.metadata.version("sglang"),
         "tetris_sglang": importlib.metadata.version("tetris-sglang"),
         "commit": describe_commit(),
-        "command": shlex.join(["tetris-sglang", *sys.argv[1:]]),
+        "command": describe_command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def describe_command() -> str:
+    """What runs, without this machine's paths: one of the clone's scripts, or `tetris-sglang`."""
+    program = Path(sys.argv[0]).resolve()
+    is_script = program.suffix == ".py" and program.name != "__main__.py" and program.is_relative_to(REPOSITORY)
+    called = ["python", str(program.relative_to(REPOSITORY))] if is_script else ["tetris-sglang"]
+    return shlex.join([*called, *sys.argv[1:]])
 
 
 def read_cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
