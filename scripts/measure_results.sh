@@ -45,7 +45,7 @@ useless() { # NAME, prompts
 useless sharegpt-useless sharegpt
 useless humaneval-useless humaneval
 measure equal-lengths/sharegpt --arms none,auto,sglang --drafts eagle3 --k 1 --lengths equal --concurrency 1,4,16
-measure paper/sharegpt --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 --concurrency 16
+measure paper/sharegpt --arms none,sglang,tetris --capacity-tokens none --drafts eagle3 --k 1,2,3 --extra 1,2,3 --concurrency 4,16,32
 measure ablations/sharegpt --arms none,auto --drafts eagle3 --num-draft-tokens 7 --variants calibration=off,shared-texts=on \
     --concurrency 1,4,16
 # Which rule of acceptance, and runners-up or not.
