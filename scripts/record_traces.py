@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tetris_sglang.config import find_settings
+from tetris_sglang.tools.bench.results import describe_commit
 from tetris_sglang.tools.bench.workloads import MAX_CHARS
 from tetris_sglang.tools.load import generate
 from tetris_sglang.tools.prompts import (
@@ -50,8 +51,8 @@ OUT = ROOT / "benchmarks/traces"
 class Recording(NamedTuple):
     """One server."""
 
-    is_ngram: bool = False
-    """Without a head."""
+    draft: Path | None = HEAD
+    """None: n-grams."""
     num_steps: int = 6
     temperature: float = 0.0
     num_runners_up: int = 0
@@ -70,7 +71,7 @@ RECORDINGS = {
     "eagle3_comb": Recording(num_runners_up=1),
     "eagle3_sampled": Recording(temperature=1.0),
     "eagle3_comb_sampled": Recording(num_runners_up=1, temperature=1.0),
-    "ngram": Recording(is_ngram=True),
+    "ngram": Recording(draft=None),
 }
 
 
@@ -107,6 +108,7 @@ def main(
                 "concurrency": concurrency,
                 "temperature": RECORDINGS[name].temperature,
                 "seed": seed,
+                "commit": describe_commit(),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
             }
             compress(recorded, path, described)
@@ -128,7 +130,7 @@ def record(
 ) -> None:
     """Answer all questions once; one at a time, requests are numbered as the questions are."""
     target = ensure_target()
-    draft = [] if recording.is_ngram else ["--speculative-draft-model-path", str(HEAD)]
+    draft = ["--speculative-draft-model-path", str(recording.draft)] if recording.draft else []
     arguments = [
         "--model-path", str(target), "--dtype", "float32", "--random-seed", str(seed), "--max-running-requests",
         str(concurrency), "--disable-overlap-schedule", "--speculative-algorithm", "TETRIS", *draft,

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, NamedTuple
 
 import typer
@@ -185,8 +186,9 @@ def overview(folder: str) -> Callable[[], str]:
 
 
 def name_commits(folder: str) -> str:
-    commits = sorted({comparison.results["provenance"]["commit"] for comparison in read_comparisons(folder)})
-    return f"Measured at commit{'s' * (len(commits) > 1)} {', '.join(commits)}."
+    made = [comparison.results["provenance"] for comparison in read_comparisons(folder)]
+    commits, machines = ({each[name] for each in made} for name in ("commit", "cpu"))
+    return f"Measured at commit{'s' * (len(commits) > 1)} {', '.join(sorted(commits))}, on {' and '.join(sorted(machines))}."
 
 
 def never_slower() -> str:
@@ -201,7 +203,17 @@ def never_slower() -> str:
         for row in failing
     ]
     held = f"At least {LEAST} of no speculation in {len(rows) - len(failing)} of {len(rows)} cells.\n"
-    return held + ("\nBelow it:\n\n" + "".join(lines) if lines else "")
+    controlled: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.control:
+            medians = row.ours.throughput.median, row.control.throughput.median
+            controlled.setdefault((row.draft, row.workload), []).append(medians)
+    means = [
+        f"On average over the loads, {draft} on {workload}: {ours:.3f}; a second server without speculation {control:.3f}.\n"
+        for (draft, workload), found in controlled.items()
+        for ours, control in [map(fmean, zip(*found, strict=True))]
+    ]
+    return held + "".join(f"\n{line}" for line in means) + ("\nBelow it:\n\n" + "".join(lines) if lines else "")
 
 
 def paper(draw: Callable[[Cell, Cell], str], title: str) -> Callable[[], str]:

@@ -88,7 +88,7 @@ def test_the_overview_holds_the_default_against_the_best_of_the_others(measured)
         "| eagle3 | sharegpt | 0 |  | 1.30 (1.20) |",
         "| ngram | sharegpt | 0 | 0.97 loses |  |",
         "",
-        "Measured at commit abc.",
+        "Measured at commit abc, on some.",
     ]
 
 
@@ -98,6 +98,7 @@ def test_a_cell_below_its_floor_is_named(measured):
     assert "- ngram, sharegpt, temperature 0, concurrency 1: 0.97" in text and text.endswith(
         "server without speculation 1.02\n"
     )
+    assert "over the loads, ngram on sharegpt: 0.970; a second server without speculation 1.020." in text
     assert "0.97" in measured.render("<!-- results: never-slower -->\nold\n<!-- end -->\n")
     page = measured.render_folder("real-text")
     assert "](a.json)" in page and "**fails**: automatic capacity at least 0.98 of no speculation" in page
@@ -123,7 +124,7 @@ def test_each_feature_stands_beside_the_default(pages, tmp_path, monkeypatch):
         "| eagle3 | without calibration and matches | 1.10 |",
     ]
     # What wins is no default for that.
-    assert pages.overview("ablations")().splitlines()[2:] == ["| eagle3 | sharegpt | 0 | 1.30 |", "", "Measured at commit abc."]
+    assert pages.overview("ablations")().splitlines()[2:] == ["| eagle3 | sharegpt | 0 | 1.30 |", "", "Measured at commit abc, on some."]
     assert pages.acceptance_speed().splitlines()[2:] == ["| 0.7 | 1 | block | chains | 0.90 | 0.25 | 1.50 |"]
 
 
