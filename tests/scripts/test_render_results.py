@@ -124,7 +124,11 @@ def test_each_feature_stands_beside_the_default(pages, tmp_path, monkeypatch):
         "| eagle3 | without calibration and matches | 1.10 |",
     ]
     # What wins is no default for that.
-    assert pages.overview("ablations")().splitlines()[2:] == ["| eagle3 | sharegpt | 0 | 1.30 |", "", "Measured at commit abc, on some."]
+    assert pages.overview("ablations")().splitlines()[2:] == [
+        "| eagle3 | sharegpt | 0 | 1.30 |",
+        "",
+        "Measured at commit abc, on some.",
+    ]
     assert pages.acceptance_speed().splitlines()[2:] == ["| 0.7 | 1 | block | chains | 0.90 | 0.25 | 1.50 |"]
 
 

@@ -36,15 +36,16 @@ _CLEAR_GAIN = 1.5
 _DRAW_EVERY = 8
 """Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
 those known to be slower do not."""
-_ALLOWED_SHARE = 0.003
-"""Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful."""
+_ALLOWED_SHARE, _ALLOWED_PER_REQUEST = 0.0025, 0.0035
+"""Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful. Of few requests
+a step shows less, so it may cost more: the second is divided by their number."""
 _ALLOWED_OF_GAIN = 0.2
 """And of what is expected above `_GAIN_TO_ENTER`, of plain steps: where speculation should pay, waiting costs that. What is
 expected in vain is soon expected no more."""
-_FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE, _MIN_ALLOWANCE = 0.25, 8.0, 3.0, -2.0
+_FIRST_ALLOWANCE, _MAX_ALLOWANCE, _PLAIN_ALLOWANCE, _MIN_ALLOWANCE = 0.5, 8.0, 3.0, -2.0
 """In plain steps: what a new server may lose beside that, what speculation can save up, what it leaves to plain decoding, and
 how far a slow step can take it."""
-_FIRST_LESSONS = 1.0
+_FIRST_LESSONS = 2.0
 """Plain steps, times their requests, that a new server may lose besides: so much has to be seen of a draft to judge it."""
 _WORTH_A_LESSON = 0.95
 """The expected gain below which it is judged already: bad luck and step times a little off do not look like that."""
@@ -163,7 +164,7 @@ class AutoCapacity:
 
     def begin_step(self, shape: StepShape) -> None:
         """A step of this shape begins: what it should take longer than a plain one is charged; `observe_time` corrects it."""
-        share = _ALLOWED_SHARE
+        share = _ALLOWED_SHARE + _ALLOWED_PER_REQUEST / shape.batch_size
         if not self._speculates:
             share += _ALLOWED_OF_GAIN * max(0.0, self.expected_gain - _GAIN_TO_ENTER)
         self._allowance = min(self._allowance, _MAX_ALLOWANCE) + share
