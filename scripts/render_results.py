@@ -179,13 +179,13 @@ def overview(folder: str) -> Callable[[], str]:
                     for (draft, workload, temperature), found in sorted(cells.items())
                 ],
             )
-            + f"\n{name_commits(folder)}\n"
+            + f"\n{name_origin(folder)}\n"
         )
 
     return render
 
 
-def name_commits(folder: str) -> str:
+def name_origin(folder: str) -> str:
     made = [comparison.results["provenance"] for comparison in read_comparisons(folder)]
     commits, machines = ({each[name] for each in made} for name in ("commit", "cpu"))
     return f"Measured at commit{'s' * (len(commits) > 1)} {', '.join(sorted(commits))}, on {' and '.join(sorted(machines))}."
@@ -203,17 +203,16 @@ def never_slower() -> str:
         for row in failing
     ]
     held = f"At least {LEAST} of no speculation in {len(rows) - len(failing)} of {len(rows)} cells.\n"
-    controlled: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    controlled: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.control:
-            medians = row.ours.throughput.median, row.control.throughput.median
-            controlled.setdefault((row.draft, row.workload), []).append(medians)
-    means = [
-        f"On average over the loads, {draft} on {workload}: {ours:.3f}; a second server without speculation {control:.3f}.\n"
-        for (draft, workload), found in controlled.items()
-        for ours, control in [map(fmean, zip(*found, strict=True))]
-    ]
-    return held + "".join(f"\n{line}" for line in means) + ("\nBelow it:\n\n" + "".join(lines) if lines else "")
+            controlled.setdefault((row.draft, row.workload), []).append(row)
+    for (draft, workload), found in controlled.items():
+        ours = fmean(row.ours.throughput.median for row in found)
+        control = fmean(row.control.throughput.median for row in found)
+        held += f"\nOn average over the loads, {draft} on {workload}: {ours:.3f}; "
+        held += f"a second server without speculation {control:.3f}.\n"
+    return held + ("\nBelow it:\n\n" + "".join(lines) if lines else "")
 
 
 def paper(draw: Callable[[Cell, Cell], str], title: str) -> Callable[[], str]:
