@@ -295,7 +295,7 @@ def test_a_plain_step_whose_graph_has_more_rows_costs_nothing():
     for _ in range(400):
         policy.begin_step(shape)
         policy.observe_time(shape, 0.03)
-    assert policy._allowance == pytest.approx(0.5 + 400 * (0.0025 + 0.0035 / 9)) and policy._lessons == 2
+    assert policy._allowance == pytest.approx(0.5 + 400 * 0.003) and policy._lessons == 2
     # A speculative one in the same graph costs its draft alone.
     in_graph = policy._price(StepShape(9, 1, 16))
     assert in_graph == pytest.approx(policy._price(StepShape(16, 1, 16)), rel=0.3) and 0 < in_graph < 0.2

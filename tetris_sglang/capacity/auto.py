@@ -36,9 +36,8 @@ _CLEAR_GAIN = 1.5
 _DRAW_EVERY = 8
 """Steps planned with one draw of the uncertain step times (Thompson sampling): plans that may well be faster get tried, and
 those known to be slower do not."""
-_ALLOWED_SHARE, _ALLOWED_PER_REQUEST = 0.0025, 0.0035
-"""Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful. Of few requests
-a step shows less, so it may cost more: the second is divided by their number."""
+_ALLOWED_SHARE = 0.003
+"""Of all time, what may be lost against plain decoding: the price of noticing that a draft has become useful."""
 _ALLOWED_OF_GAIN = 0.2
 """And of what is expected above `_GAIN_TO_ENTER`, of plain steps: where speculation should pay, waiting costs that. What is
 expected in vain is soon expected no more."""
@@ -164,7 +163,7 @@ class AutoCapacity:
 
     def begin_step(self, shape: StepShape) -> None:
         """A step of this shape begins: what it should take longer than a plain one is charged; `observe_time` corrects it."""
-        share = _ALLOWED_SHARE + _ALLOWED_PER_REQUEST / shape.batch_size
+        share = _ALLOWED_SHARE
         if not self._speculates:
             share += _ALLOWED_OF_GAIN * max(0.0, self.expected_gain - _GAIN_TO_ENTER)
         self._allowance = min(self._allowance, _MAX_ALLOWANCE) + share
