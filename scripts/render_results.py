@@ -235,6 +235,18 @@ def paper(draw: Callable[[Cell, Cell], str], title: str) -> Callable[[], str]:
     return render
 
 
+def paper_best() -> str:
+    """The best of TETRIS's arms against the best of SGLang's own, by load."""
+    rows = []
+    for comparison in read_comparisons("paper"):
+        for load in find_loads(comparison):
+            theirs, ours = (best(comparison.find(0.0, load, "eagle3", family)) for family in ("sglang", "tetris"))
+            described = (f"{cell.arm}: {cell.throughput}" for cell in (theirs, ours))
+            rows.append([str(load), *described, _gain(ours, theirs)])
+    header = ["throughput over no speculation", "best of SGLang's own", "best of TETRIS", "gain"]
+    return table(header, rows) if rows else NOT_MEASURED
+
+
 def _plain_arm(comparison: Comparison, k: int) -> Arm:
     return next(arm for arm in comparison.arms.values() if (arm.family, arm.k) == ("sglang", k))
 
@@ -486,6 +498,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "real-text": overview("real-text"),
     "never-slower": never_slower,
     "equal-lengths": overview("equal-lengths"),
+    "paper-best": paper_best,
     "paper-gain": paper(_gain, "throughput"),
     "paper-success": paper(_points, "success rate"),
     "replay": replay_shares(None),

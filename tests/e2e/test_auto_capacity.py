@@ -29,7 +29,9 @@ def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plai
     assert step["verified_rows"] == step["num_requests"] + step["selected_tokens"]
     assert 0 <= step["plain_steps"] <= step["num_steps"]
     assert step["plain_steps"] < step["num_steps"], "the first steps look at the draft"
-    assert 0 < step["num_drafting_requests"] < step["num_requests"]
+    # Whether plain steps pay is the machine's to say; that they are counted is not.
+    assert step["num_drafting_requests"] > 0
+    assert step["plain_steps"] <= step["num_requests"] - step["num_drafting_requests"] <= max(LOADS) * step["plain_steps"]
     at_position = [now - then for now, then in zip(after["accepted_at_position"], before["accepted_at_position"], strict=True)]
     assert sum(at_position) == step["accepted_tokens"]
     assert step["num_drafting_requests"] >= at_position[0] and at_position == sorted(at_position, reverse=True)
@@ -76,8 +78,12 @@ def test_a_crowd_in_which_nobody_speculates_decodes_plainly(plain, auto, mixed_p
     )
     assert texts(outputs) == texts(plain.generate_all(mixed_prompts[:6], max_new_tokens=24, ignore_eos=True))
     after = auto.tetris_state()
-    assert after["selected_tokens"] == before["selected_tokens"]
-    assert after["plain_steps"] - before["plain_steps"] == after["num_steps"] - before["num_steps"] > 0
+    step = {key: after[key] - before[key] for key in ("num_steps", "plain_steps", "num_requests")}
+    for unchanged in ("selected_tokens", "num_drafting_requests"):
+        assert after[unchanged] == before[unchanged]
+    assert step["plain_steps"] == step["num_steps"] > 0
+    # Each request of a step counts, and six may have run together.
+    assert step["num_steps"] <= step["num_requests"] <= 6 * step["num_steps"]
 
 
 def test_requests_that_fill_the_context_leave_their_neighbours_alone(plain, auto, mixed_prompts):
