@@ -4,8 +4,10 @@
     python scripts/record_traces.py                       # all; writes benchmarks/traces/NAME.trace.gz
     python scripts/record_traces.py --names eagle3,ngram
 
-SmolLM2-135M-Instruct and its EAGLE-3 head answer ShareGPT's and HumanEval's prompts and the project's own. A trace holds
-probabilities and what became of them, no token of any text.
+SmolLM2-135M-Instruct answers ShareGPT's and HumanEval's prompts and the project's own, with every kind of draft. A trace holds
+probabilities and what became of them, no token of any text. The drafts beside the shipped head are trained first:
+
+    scripts/train_drafts.sh head-code pruned dflash
 
 Every draft is verified, so that what the target says about each is known. Calibration is on and starts from nothing: a
 trace's calibrated survivals are those that the server had at that moment, and it learns from every draft, which is more
@@ -46,6 +48,8 @@ from tetris_sglang.trace import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks/traces"
+TRAINED = ROOT / "build/drafts"
+"""Where scripts/train_drafts.sh puts them."""
 
 
 class Recording(NamedTuple):
@@ -72,6 +76,8 @@ RECORDINGS = {
     "eagle3_sampled": Recording(temperature=1.0),
     "eagle3_comb_sampled": Recording(num_runners_up=1, temperature=1.0),
     "ngram": Recording(draft=None),
+    "standalone": Recording(draft=TRAINED / "pruned"),
+    "dflash": Recording(draft=TRAINED / "dflash", num_steps=5),
 }
 
 
@@ -93,6 +99,9 @@ def main(
     chosen = names.split(",")
     if unknown := set(chosen) - RECORDINGS.keys():
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; known: {', '.join(RECORDINGS)}")
+    drafts = {draft for name in chosen if (draft := RECORDINGS[name].draft)}
+    if missing := [draft.name for draft in sorted(drafts) if not draft.exists()]:
+        raise typer.BadParameter(f"these drafts are missing; scripts/train_drafts.sh makes them: {', '.join(missing)}")
     out.mkdir(parents=True, exist_ok=True)
     texts = [prompt.text for prompt in mixed_prompts(count)]
     console = Console()
