@@ -9,6 +9,7 @@ from tests.e2e.client import texts
 from tests.e2e.conftest import NUM_STEPS
 
 LOADS = (1, 4, 16, 4, 1)
+NOT_SPECULATING = {"custom_params": {"tetris": {"speculate": False}}}
 
 
 def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plain, auto, mixed_prompts):
@@ -17,7 +18,9 @@ def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plai
     for load in LOADS:
         prompts = mixed_prompts[: 2 * load + 4]
         params = {"max_new_tokens": 48, "ignore_eos": True}
-        outputs = auto.generate_all(prompts, concurrency=load, **params)
+        # The last one does not speculate. Alone it has plain steps, whatever pays on this machine.
+        each = [{}] * (len(prompts) - 1) + [NOT_SPECULATING]
+        outputs = auto.generate_all(prompts, concurrency=load, each=each, **params)
         assert texts(outputs) == texts(plain.generate_all(prompts, **params))
         for output in outputs:
             meta = output["meta_info"]
@@ -29,8 +32,7 @@ def test_output_stays_that_of_no_speculation_while_the_load_rises_and_falls(plai
     assert step["verified_rows"] == step["num_requests"] + step["selected_tokens"]
     assert 0 <= step["plain_steps"] <= step["num_steps"]
     assert step["plain_steps"] < step["num_steps"], "the first steps look at the draft"
-    # Whether plain steps pay is the machine's to say; that they are counted is not.
-    assert step["num_drafting_requests"] > 0
+    assert 0 < step["num_drafting_requests"] < step["num_requests"]
     assert step["plain_steps"] <= step["num_requests"] - step["num_drafting_requests"] <= max(LOADS) * step["plain_steps"]
     at_position = [now - then for now, then in zip(after["accepted_at_position"], before["accepted_at_position"], strict=True)]
     assert sum(at_position) == step["accepted_tokens"]
@@ -74,16 +76,13 @@ def test_a_crowd_in_which_nobody_speculates_decodes_plainly(plain, auto, mixed_p
         mixed_prompts[:6],
         max_new_tokens=24,
         ignore_eos=True,
-        custom_params={"tetris": {"speculate": False}},
+        **NOT_SPECULATING,
     )
     assert texts(outputs) == texts(plain.generate_all(mixed_prompts[:6], max_new_tokens=24, ignore_eos=True))
     after = auto.tetris_state()
-    step = {key: after[key] - before[key] for key in ("num_steps", "plain_steps", "num_requests")}
-    for unchanged in ("selected_tokens", "num_drafting_requests"):
-        assert after[unchanged] == before[unchanged]
-    assert step["plain_steps"] == step["num_steps"] > 0
-    # Each request of a step counts, and six may have run together.
-    assert step["num_steps"] <= step["num_requests"] <= 6 * step["num_steps"]
+    assert after["selected_tokens"] == before["selected_tokens"]
+    assert after["num_drafting_requests"] == before["num_drafting_requests"]
+    assert after["plain_steps"] - before["plain_steps"] == after["num_steps"] - before["num_steps"] > 0
 
 
 def test_requests_that_fill_the_context_leave_their_neighbours_alone(plain, auto, mixed_prompts):
